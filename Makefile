@@ -1,0 +1,34 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test check unit bench clean
+
+## Train a private model, print its epsilon, leave a report to look at.
+train: $(VENV)/.installed
+	$(BIN)/python examples/train_digits.py
+
+## Everything CI runs: format, lint, types, layering, tests.
+test: check unit
+
+check: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.installed
+	$(BIN)/pytest -n auto
+
+## Speed against other libraries, interleaved in one process.
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/accountant.py
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,92 @@
+"""One validator per kind of argument.
+
+Every validator returns the value in the type the library computes with, or raises an
+error that names the argument, the rule and the value. Rules are tested positively
+(``if not rule``), so that NaN never passes.
+"""
+
+import math
+import operator
+from numbers import Real
+from typing import Any
+
+
+def real(name: str, value: Any, rule: str) -> float:
+    """Return ``value`` as a float; ``rule`` completes the message of the TypeError."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be {rule}, got {value!r} of type {type(value).__name__}")
+    return float(value)
+
+
+def non_negative(name: str, value: Any) -> float:
+    """A finite number at least 0."""
+    rule = "a finite number at least 0"
+    number = real(name, value, rule)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+    return number
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite number above 0."""
+    rule = "a finite number above 0"
+    number = real(name, value, rule)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+    return number
+
+
+def probability(name: str, value: Any) -> float:
+    """A number in [0, 1]."""
+    rule = "a probability in [0, 1]"
+    number = real(name, value, rule)
+    if not 0 <= number <= 1:
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+    return number
+
+
+def open_probability(name: str, value: Any) -> float:
+    """A number strictly between 0 and 1, as delta must be."""
+    rule = "strictly between 0 and 1"
+    number = real(name, value, rule)
+    if not 0 < number < 1:
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+    return number
+
+
+def integer(name: str, value: Any, *, least: int) -> int:
+    """An integer (Python's or NumPy's, not a bool) at least ``least``."""
+    rule = f"an integer at least {least}"
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be {rule}, got {value!r} of type bool")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be {rule}, got {value!r} of type {type(value).__name__}"
+        ) from None
+    if not number >= least:
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+    return number
+
+
+def dimension(name: str, value: Any) -> int | float:
+    """A number of coordinates: an integer at least 1, or ``math.inf``."""
+    if isinstance(value, Real) and value == math.inf:
+        return math.inf
+    return finite_dimension(name, value, rule="an integer at least 1, or math.inf")
+
+
+def finite_dimension(name: str, value: Any, *, rule: str = "an integer at least 1") -> int:
+    """A finite number of coordinates."""
+    try:
+        return integer(name, value, least=1)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} must be {rule}, got {value!r}") from None
+
+
+def choice(name: str, value: Any, options: tuple[str, ...]) -> str:
+    """One of a closed set of words."""
+    if value not in options:
+        raise ValueError(f"{name} must be one of {', '.join(options)}; got {value!r}")
+    return value

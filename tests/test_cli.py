@@ -1,0 +1,111 @@
+"""The command line as a user meets it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import lap2
+from lap2.cli import _up, app
+
+RUN = ["--noise-multiplier", "1", "--sampling-prob", "0.0043", "--steps", "5860"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120", "NO_COLOR": "1"})
+
+
+def test_epsilon_says_what_it_holds_for():
+    result = invoke("epsilon", *RUN, "--dimension", "26010", "--delta", "1e-5")
+    assert result.exit_code == 0
+    for words in (
+        "1.96646",
+        "exact worst case",
+        "lambda = 8",
+        "add/remove",
+        "Poisson",
+        "5860 steps",
+    ):
+        assert words in result.output
+    assert "NOT A GUARANTEE" not in result.output
+
+
+def test_delta_and_json():
+    result = invoke("delta", *RUN, "--dimension", "inf", "--epsilon", "1.97", "--json")
+    answer = json.loads(result.output)
+    assert result.exit_code == 0
+    assert 0.9e-5 < answer["delta"] < 1.1e-5
+    assert answer["is_guarantee"] is True
+    assert "dimension=inf" in answer["mechanism"]
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_published_is_labelled_in_every_output(as_json):
+    run = ["epsilon", *RUN, "--mechanism", "published", "--dimension", "26010", "--delta", "1e-5"]
+    result = invoke(*run, *as_json)
+    assert result.exit_code == 0
+    assert "NOT a guarantee" in result.output
+    if as_json:
+        assert json.loads(result.output)["is_guarantee"] is False
+    else:
+        assert "NOT A GUARANTEE" in result.output
+
+
+@pytest.mark.parametrize("name", ["laplace", "laplace-l1", "gaussian", "majorized", "published"])
+def test_every_mechanism_answers(name):
+    result = invoke("epsilon", *RUN, "--mechanism", name, "--dimension", "1e3", "--delta", "1e-5")
+    assert result.exit_code == 0, result.output
+
+
+def test_zero_noise_is_infinite_in_json():
+    run = ["--noise-multiplier", "0", "--sampling-prob", "0.1", "--steps", "1"]
+    assert (
+        json.loads(invoke("epsilon", *run, "--delta", "1e-5", "--json").output)["epsilon"] == "inf"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--noise-multiplier", "nan"], "noise_multiplier must be a finite number"),
+        (["--sampling-prob", "1.5"], "sampling_prob must be a probability in [0, 1], got 1.5"),
+        (["--steps", "-3"], "steps must be an integer at least 0, got -3"),
+        (["--steps", "2.5"], "2.5"),
+        (["--delta", "0"], "delta must be strictly between 0 and 1"),
+        (["--dimension", "0"], "dimension must be an integer at least 1"),
+        (["--dimension", "2.5"], "2.5"),
+        (["--dimension", "many"], "many"),
+        (["--mechanism", "cauchy"], "must be one of laplace"),
+        (["--mechanism", "majorized", "--dimension", "inf"], "finite integer"),
+    ],
+)
+def test_bad_input_exits_with_two_and_names_it(arguments, message):
+    result = invoke("epsilon", *RUN, "--dimension", "10", "--delta", "1e-5", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_printed_numbers_are_still_bounds():
+    for value in (1.966460001, 0.311331234, 9.99999999, 1e-5, 123456.5, 2.0, 1e-300):
+        assert value <= float(_up(value)) <= value * (1 + 1.1e-5)
+
+
+def test_readme_shows_the_real_output(request):
+    readme = (request.config.rootpath / "README.md").read_text()
+    command = next(line for line in readme.splitlines() if "$ lap2 epsilon" in line)
+    result = invoke(*command.split("$ lap2 ")[1].split())
+    for line in result.output.splitlines():
+        assert line.strip() in readme
+
+
+def test_import_is_light():
+    """Importing lap2 brings NumPy and nothing heavier; checked in a fresh interpreter."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, lap2; print([m for m in ('torch','scipy','typer','rich') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+    assert lap2.__version__
