@@ -223,6 +223,6 @@ class Accountant:
 
 def _pure_epsilon(shift: Shift, sampling_prob: float) -> float:
     """``log(1 + zeta (exp(l1) - 1))``: amplification by sampling of a pure-DP release."""
-    if sampling_prob == 1:
-        return shift.l1
-    return float(np.logaddexp(math.log1p(-sampling_prob), math.log(sampling_prob) + shift.l1))
+    if shift.l1 < 700:
+        return math.log1p(sampling_prob * math.expm1(shift.l1))
+    return shift.l1 + math.log(sampling_prob + (1 - sampling_prob) * math.exp(-shift.l1))

@@ -63,7 +63,7 @@ def smallest_epsilon(
         within_reach = now - (before - now)
         return now <= 0 or within_reach >= min(now * (1 - 1e-7), pure * (1 - 1e-3))
 
-    guess = math.sqrt(-2 * log_delta / moments.curvature)
+    guess = math.sqrt(-2 * log_delta / max(moments.curvature, 1e-300))
     epsilon, order = _minimise(moments, score, stationary, enough, guess)
     return max(0.0, epsilon), order
 
@@ -83,7 +83,8 @@ def smallest_delta(
     def enough(_: float, now: float) -> bool:
         return now < -745  # exp underflows
 
-    log_delta, order = _minimise(moments, score, stationary, enough, epsilon / moments.curvature)
+    guess = epsilon / max(moments.curvature, 1e-300)
+    log_delta, order = _minimise(moments, score, stationary, enough, guess)
     return max(math.exp(min(0.0, log_delta)), 5e-324), order
 
 

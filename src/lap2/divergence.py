@@ -17,11 +17,13 @@ __all__ = ["Shift", "log_f", "log_moment", "worst_shift"]
 
 Floats = NDArray[np.float64]
 
+_SERIES = [1 / math.factorial(k) for k in range(2, 13)]
+
 
 def _expm1_minus(y: Floats) -> Floats:
-    """``exp(y) - 1 - y`` without cancellation (never negative); relative error below 1e-12."""
-    series = y * y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y / 120)))
-    return np.where(np.abs(y) < 1e-3, series, np.expm1(y) - y)
+    """``exp(y) - 1 - y`` without cancellation (never negative); relative error below 1e-14."""
+    series = y * y * np.polynomial.polynomial.polyval(y, _SERIES)
+    return np.where(np.abs(y) < 0.1, series, np.expm1(y) - y)
 
 
 def log_f(x: ArrayLike, eta: ArrayLike) -> Floats:
@@ -35,7 +37,7 @@ def log_f(x: ArrayLike, eta: ArrayLike) -> Floats:
         eta: orders, real, 0 or at least 1; broadcast against ``x``.
 
     Returns:
-        The values, with relative error below 1e-11 everywhere and no overflow.
+        The values, with relative error below 1e-14 everywhere and no overflow.
     """
     x, eta = np.asarray(x, dtype=np.float64), np.asarray(eta, dtype=np.float64)
     growth = (eta - 1) * x
