@@ -24,9 +24,12 @@ unit: $(VENV)/.installed
 ## Speed against other libraries, interleaved in one process.
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/accountant.py
+	$(BIN)/python benchmarks/calibration.py
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	# First and pinned: any other request for torch may bring gigabytes of CUDA.
+	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 

@@ -85,6 +85,64 @@ def test_bad_input_exits_with_two_and_names_it(arguments, message):
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
+RUN_OF = ["--sampling-prob", "0.0043", "--steps", "5860"]
+TARGET = ["--epsilon", "1", "--delta", "1e-5"]
+
+
+def test_calibrate_answers_on_the_private_side():
+    result = invoke("calibrate", *TARGET, *RUN_OF, "--dimension", "125000000", "--json")
+    answer = json.loads(result.output)
+    assert answer["noise_multiplier"] == pytest.approx(1.5228, rel=5e-4)
+    assert 0.9999 <= answer["epsilon"] <= 1
+
+
+def test_calibrate_takes_a_data_set_or_a_schedule_but_not_half_of_each():
+    data = ["--dataset-size", "60000", "--batch-size", "258", "--epochs", "25"]
+    assert "5814 steps" in invoke("calibrate", *TARGET, *data).output
+    for bad in (data[:2], data[:4], data + RUN_OF, RUN_OF[:2], data[4:] + RUN_OF[:2]):
+        assert invoke("calibrate", *TARGET, *bad).exit_code == 2
+
+
+def test_bracket_is_printed_and_encloses():
+    arguments = ["epsilon", *RUN, "--dimension", "26010", "--delta", "1e-5", "--bracket"]
+    low, high = json.loads(invoke(*arguments, "--json").output)["bracket"]
+    assert 1.76 <= low <= 1.78
+    assert high == pytest.approx(1.96646, rel=1e-4)
+    assert "the truth lies between" in invoke(*arguments).output
+
+
+def test_plan_recommends_with_a_reason():
+    arguments = ["plan", "--dataset-size", "1000", "--batch-size", "1000", "--epochs", "1"]
+    result = invoke(*arguments, "--dimension", "1", "--epsilon", "1", "--delta", "1e-10")
+    assert result.exit_code == 0
+    assert "recommendation: laplace" in result.output
+    assert "no guarantee" in result.output
+    as_json = invoke(*arguments, "--dimension", "1", *TARGET, "--json")
+    assert json.loads(as_json.output)["steps"] == 1
+
+
+@pytest.mark.parametrize("name", ["laplace", "published"])
+def test_optimize_shows_both_answers(name):
+    arguments = [*TARGET, *RUN_OF, "--dimension", "300", "--mechanism", name]
+    found = json.loads(invoke("optimize", *arguments, "--json").output)
+    assert found["clip"] == found["direct_clip"]
+    assert found["is_guarantee"] == (name == "laplace")
+    assert "first-order" in invoke("optimize", *arguments).output
+
+
+def test_impossible_target_exits_with_two():
+    result = invoke("optimize", *TARGET, *RUN_OF, "--scale-max", "0.02")
+    assert result.exit_code == 2
+    assert "clip_min must be at most" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_figure_writes_three_files(tmp_path):
+    result = invoke("figure", "volume", "--folder", str(tmp_path), "--scale", "small")
+    assert result.exit_code == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["volume.csv", "volume.png", "volume.svg"]
+    assert invoke("figure", "nonsense").exit_code == 2
+
+
 def test_printed_numbers_are_still_bounds():
     for value in (1.966460001, 0.311331234, 9.99999999, 1e-5, 123456.5, 2.0, 1e-300):
         assert value <= float(_up(value)) <= value * (1 + 1.1e-5)

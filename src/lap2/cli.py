@@ -1,29 +1,36 @@
-"""The command line: ``lap2 epsilon`` and ``lap2 delta``.
+"""The command line: what a run costs, what it needs, and which mechanism to choose.
 
-Exit codes: 0 an answer, 2 bad input.
+Exit codes: 0 an answer, 2 bad input (also a target that nothing can meet).
 """
 
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from lap2.accountant import Accountant, Answer
+from lap2.bracket import Bracket
+from lap2.bracket import bracket as enclose
+from lap2.calibration import calibrate_noise
+from lap2.clip_search import first_order, search_clip
 from lap2.mechanism import (
     Gaussian,
     Laplace,
     LaplaceL1,
     MajorizedLaplace,
-    Mechanism,
     NotAGuaranteeWarning,
     PublishedLaplace,
+    SingleGroup,
 )
+from lap2.planner import plan, steps_for
 
 T = TypeVar("T")
 
@@ -34,12 +41,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_WITH_DIMENSION: dict[str, Callable[[float, int | float], Mechanism]] = {
+_WITH_DIMENSION: dict[str, Callable[[float, int | float], SingleGroup]] = {
     "laplace": Laplace,
     "majorized": lambda noise, dimension: MajorizedLaplace(noise, _finite(dimension)),
     "published": lambda noise, dimension: PublishedLaplace(noise, _finite(dimension)),
 }
-_WITHOUT_DIMENSION: dict[str, Callable[[float], Mechanism]] = {
+_WITHOUT_DIMENSION: dict[str, Callable[[float], SingleGroup]] = {
     "laplace-l1": LaplaceL1,
     "gaussian": Gaussian,
 }
@@ -89,6 +96,11 @@ def _number(about: str) -> Any:
     return typer.Option(parser=_parse_number, metavar="NUMBER", help=about)
 
 
+def _integer(about: str) -> Any:
+    """An option that takes an integer, and repeats a bad value."""
+    return typer.Option(parser=_parse_integer, metavar="INTEGER", help=about)
+
+
 MechanismName = Annotated[str, typer.Option("--mechanism", help=f"One of {', '.join(_NAMES)}.")]
 NoiseMultiplier = Annotated[
     float, _number("b / C: Laplace scale (or Gaussian sigma) over the clip.")
@@ -102,9 +114,12 @@ Dimension = Annotated[
     ),
 ]
 SamplingProb = Annotated[float, _number("Poisson sampling probability of a record.")]
-Steps = Annotated[
-    int, typer.Option(parser=_parse_integer, metavar="INTEGER", help="Number of steps.")
-]
+Steps = Annotated[int, _integer("Number of steps.")]
+OptionalProb = Annotated[float | None, _number("Poisson sampling probability of a record.")]
+OptionalSteps = Annotated[int | None, _integer("Number of steps.")]
+OptionalSize = Annotated[int | None, _integer("Number of records.")]
+OptionalBatch = Annotated[int | None, _integer("Expected number of records in a step.")]
+OptionalEpochs = Annotated[float | None, _number("Passes over the data.")]
 Delta = Annotated[float, _number("Target delta, strictly between 0 and 1.")]
 Epsilon = Annotated[float, _number("Target epsilon, at least 0.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -119,11 +134,13 @@ def epsilon(
     delta: Delta,
     dimension: Dimension = math.inf,
     mechanism: MechanismName = "laplace",
+    bracket: Annotated[bool, typer.Option("--bracket", help="Also print a lower bound.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """The epsilon of a run at a given delta, rounded up."""
     step, accountant = _compose(mechanism, noise_multiplier, dimension, sampling_prob, steps)
-    _show(step, _input_checked(lambda: accountant.answer(delta=delta)), as_json)
+    answer = _input_checked(lambda: accountant.answer(delta=delta))
+    _show(step, answer, as_json, enclose(accountant, delta) if bracket else None)
 
 
 @app.command()
@@ -142,6 +159,227 @@ def delta(
     _show(step, _input_checked(lambda: accountant.answer(epsilon=epsilon)), as_json)
 
 
+@app.command()
+def calibrate(
+    *,
+    epsilon: Epsilon,
+    delta: Delta,
+    sampling_prob: OptionalProb = None,
+    steps: OptionalSteps = None,
+    dataset_size: OptionalSize = None,
+    batch_size: OptionalBatch = None,
+    epochs: OptionalEpochs = None,
+    dimension: Dimension = math.inf,
+    mechanism: MechanismName = "laplace",
+    as_json: AsJson = False,
+) -> None:
+    """The least noise multiplier that meets a target, given the sampling and the steps."""
+    schedule = _schedule(sampling_prob, steps, dataset_size, batch_size, epochs)
+    template = _input_checked(lambda: _describe(mechanism, 1.0, dimension))
+    with _published_is_labelled():
+        step = _input_checked(
+            lambda: calibrate_noise(
+                template,
+                epsilon=epsilon,
+                delta=delta,
+                sampling_prob=schedule.sampling_prob,
+                steps=schedule.steps,
+            )
+        )
+    accountant = Accountant().compose(
+        step, sampling_prob=schedule.sampling_prob, steps=schedule.steps
+    )
+    answer = accountant.answer(delta=delta)
+    if as_json:
+        _print_json(
+            {
+                "noise_multiplier": step.noise_multiplier,
+                "sampling_prob": schedule.sampling_prob,
+                "mechanism": repr(step),
+                "bound": step.bound,
+                **asdict(answer),
+            }
+        )
+        return
+    console = Console()
+    console.print(f"[bold]noise multiplier  {_up(step.noise_multiplier)}[/] (b / C)")
+    _show(step, answer, as_json=False)
+
+
+@app.command("plan")
+def plan_command(
+    *,
+    dataset_size: Annotated[int, _integer("Number of records.")],
+    batch_size: Annotated[int, _integer("Expected number of records in a step.")],
+    epochs: Annotated[float, _number("Passes over the data.")],
+    dimension: Annotated[int, _integer("Number of trained parameters.")],
+    epsilon: Epsilon,
+    delta: Delta,
+    signal: Annotated[
+        float, _number("Norm of the mean clipped gradient over the clip, assumed.")
+    ] = 0.1,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the mechanisms at the same target and recommend one, with the reason."""
+    result = _input_checked(
+        lambda: plan(
+            dataset_size=dataset_size,
+            batch_size=batch_size,
+            epochs=epochs,
+            dimension=dimension,
+            epsilon=epsilon,
+            delta=delta,
+            signal=signal,
+        )
+    )
+    if as_json:
+        _print_json(asdict(result))
+        return
+    console = Console()
+    console.print(
+        f"{result.steps} steps, sampling probability {result.sampling_prob:.6g}, "
+        f"{result.dimension:,} coordinates, target ({result.epsilon:g}, {result.delta:g})"
+    )
+    table = Table("", "noise multiplier", "noise / signal", "denoised", "variance", "order")
+    for option in result.options:
+        table.add_row(
+            option.name if option.is_guarantee else f"{option.name} [red](no guarantee)[/]",
+            f"{option.noise_multiplier:.5g}",
+            f"{option.noise_to_signal:.4g}",
+            f"{option.denoised_noise_to_signal:.4g}",
+            f"{option.effective_variance:.4g}",
+            "pure" if option.order == math.inf else f"{option.order:.4g}",
+        )
+    console.print(table)
+    console.print(
+        "noise / signal: standard deviation of the noise on a coordinate over the size of the "
+        f"mean gradient's, if that has {result.signal:g} of the clip's norm; denoised: after the "
+        "best free clamp; variance: of the denoised noise on a coordinate of the sum, in clips "
+        "squared."
+    )
+    console.print(f"[bold]recommendation: {result.recommendation}[/], because {result.reason}")
+
+
+@app.command()
+def optimize(
+    *,
+    epsilon: Epsilon,
+    delta: Delta,
+    sampling_prob: SamplingProb,
+    steps: Steps,
+    clip_min: Annotated[float, _number("Smallest clip.")] = 0.1,
+    clip_max: Annotated[float, _number("Largest clip.")] = 10.0,
+    clip_step: Annotated[float, _number("Step of a linear grid, factor of a log grid.")] = 0.1,
+    scale_min: Annotated[float, _number("Smallest noise scale b.")] = 0.01,
+    scale_max: Annotated[float, _number("Largest noise scale b.")] = 10.0,
+    tolerance: Annotated[float, _number("Where the binary search for b stops.")] = 1e-4,
+    grid: Annotated[str, typer.Option(help="linear or log.")] = "linear",
+    dimension: Dimension = math.inf,
+    mechanism: MechanismName = "laplace",
+    as_json: AsJson = False,
+) -> None:
+    """Algorithm 1 of the paper: the largest clip with a feasible scale, and the direct answer."""
+    template = _input_checked(lambda: _describe(mechanism, 1.0, dimension))
+    with _published_is_labelled():
+        result = _input_checked(
+            lambda: search_clip(
+                template,
+                epsilon=epsilon,
+                delta=delta,
+                sampling_prob=sampling_prob,
+                steps=steps,
+                clip_min=clip_min,
+                clip_max=clip_max,
+                clip_step=clip_step,
+                scale_min=scale_min,
+                scale_max=scale_max,
+                tolerance=tolerance,
+                grid=cast("Literal['linear', 'log']", grid),
+            )
+        )
+        start = first_order(
+            template, epsilon=epsilon, delta=delta, sampling_prob=sampling_prob, steps=steps
+        )
+    if as_json:
+        _print_json({**asdict(result), "first_order": asdict(start)})
+        return
+    console = Console()
+    rows = Table.grid(padding=(0, 2))
+    rows.add_row("[bold]clip C*[/]", f"[bold]{result.clip:.6g}[/]")
+    rows.add_row("[bold]scale b*[/]", f"[bold]{_up(result.scale)}[/]")
+    rows.add_row("direct answer", f"C = {result.direct_clip:.6g}, b = {_up(result.direct_scale)}")
+    rows.add_row("b / C, least", _up(result.noise_multiplier))
+    rows.add_row("first-order b0", f"{start.scale:.6g} for C = 1, off by {start.scale_error:+.1%}")
+    rows.add_row("first-order C / b", f"{start.ratio:.6g}, off by {start.ratio_error:+.1%}")
+    rows.add_row(
+        "  as printed", f"{start.ratio_as_printed:.6g}, off by {start.ratio_as_printed_error:+.1%}"
+    )
+    rows.add_row("tried", f"{len(result.trace)} clips")
+    console.print(rows)
+    _warn_unless(result.is_guarantee, console)
+
+
+@app.command()
+def figure(
+    name: Annotated[str, typer.Argument(help="Name of the figure, or all.")],
+    folder: Annotated[Path, typer.Option(help="Where to write PNG, SVG and CSV.")] = Path(
+        "figures"
+    ),
+    scale: Annotated[str, typer.Option(help="full, or small for a coarse grid.")] = "full",
+) -> None:
+    """Draw a figure of the theory, with its data beside it."""
+    from lap2 import figures  # noqa: PLC0415 - matplotlib is optional
+
+    names = list(figures.FIGURES) if name == "all" else [name]
+    for each in names:
+        for path in _input_checked(
+            lambda each=each: figures.draw(each, folder, scale=cast("Any", scale))
+        ):
+            typer.echo(str(path))
+
+
+class _Schedule(NamedTuple):
+    sampling_prob: float
+    steps: int
+
+
+def _schedule(
+    sampling_prob: float | None,
+    steps: int | None,
+    dataset_size: int | None,
+    batch_size: int | None,
+    epochs: float | None,
+) -> _Schedule:
+    """Sampling and steps, each given outright or through the data set."""
+    whole = dataset_size is not None and batch_size is not None
+    if (sampling_prob is None) != whole or (dataset_size is None) != (batch_size is None):
+        raise typer.BadParameter(
+            "give either --sampling-prob, or both --dataset-size and --batch-size"
+        )
+    if (steps is None) == (epochs is None) or (epochs is not None and not whole):
+        raise typer.BadParameter(
+            "give either --steps, or --epochs together with --dataset-size and --batch-size"
+        )
+    if sampling_prob is not None and steps is not None:
+        return _Schedule(sampling_prob, steps)
+    prob, count = _input_checked(
+        lambda: steps_for(
+            dataset_size=cast("int", dataset_size),
+            batch_size=cast("int", batch_size),
+            epochs=1.0 if epochs is None else epochs,
+        )
+    )
+    return _Schedule(prob, count if steps is None else steps)
+
+
+@contextmanager
+def _published_is_labelled() -> Generator[None]:
+    """Silence the warning of the published bound: the output says it in every form."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotAGuaranteeWarning)
+        yield
+
+
 def _input_checked(make: Callable[[], T]) -> T:
     """Turn the library's own refusals into usage errors (exit code 2)."""
     try:
@@ -150,10 +388,8 @@ def _input_checked(make: Callable[[], T]) -> T:
         raise typer.BadParameter(str(error)) from None
 
 
-def _describe(name: str, noise_multiplier: float, dimension: int | float) -> Mechanism:
-    with warnings.catch_warnings():
-        # The output says so itself, in every form.
-        warnings.simplefilter("ignore", NotAGuaranteeWarning)
+def _describe(name: str, noise_multiplier: float, dimension: int | float) -> SingleGroup:
+    with _published_is_labelled():
         if name in _WITH_DIMENSION:
             return _WITH_DIMENSION[name](noise_multiplier, dimension)
         if name in _WITHOUT_DIMENSION:
@@ -163,7 +399,7 @@ def _describe(name: str, noise_multiplier: float, dimension: int | float) -> Mec
 
 def _compose(
     name: str, noise_multiplier: float, dimension: int | float, sampling_prob: float, steps: int
-) -> tuple[Mechanism, Accountant]:
+) -> tuple[SingleGroup, Accountant]:
     step = _input_checked(lambda: _describe(name, noise_multiplier, dimension))
     accountant = _input_checked(
         lambda: Accountant().compose(step, sampling_prob=sampling_prob, steps=steps)
@@ -171,15 +407,21 @@ def _compose(
     return step, accountant
 
 
-def _show(step: Mechanism, answer: Answer, as_json: bool) -> None:
-    facts = {"mechanism": repr(step), "bound": step.bound, **asdict(answer)}
+def _show(
+    step: SingleGroup, answer: Answer, as_json: bool, enclosure: Bracket | None = None
+) -> None:
+    facts: dict[str, Any] = {"mechanism": repr(step), "bound": step.bound, **asdict(answer)}
+    if enclosure:
+        facts["bracket"] = [enclosure.lower, enclosure.upper]
     if as_json:
-        # JSON has no infinity: it is written as the string "inf".
-        plain = {key: "inf" if value == math.inf else value for key, value in facts.items()}
-        typer.echo(json.dumps(plain))
+        _print_json(facts)
         return
     rows = Table.grid(padding=(0, 2))
     rows.add_row("[bold]epsilon[/]", f"[bold]{_up(answer.epsilon)}[/]")
+    if enclosure:
+        rows.add_row(
+            "bracket", f"{_down(enclosure.lower)} to {_up(enclosure.upper)}: the truth lies between"
+        )
     rows.add_row("[bold]delta[/]", f"[bold]{_up(answer.delta)}[/]")
     rows.add_row("mechanism", repr(step))
     rows.add_row("bound", step.bound)
@@ -188,7 +430,24 @@ def _show(step: Mechanism, answer: Answer, as_json: bool) -> None:
     rows.add_row("sampling", f"{answer.sampling}, {answer.steps} steps")
     console = Console()
     console.print(rows)
-    if not answer.is_guarantee:
+    _warn_unless(answer.is_guarantee, console)
+
+
+def _print_json(facts: dict[str, Any]) -> None:
+    """One JSON object on one line; infinity, which JSON lacks, is the string "inf"."""
+    typer.echo(json.dumps(_jsonable(facts)))
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in cast("list[Any]", value)]
+    return "inf" if value == math.inf else value
+
+
+def _warn_unless(is_guarantee: bool, console: Console) -> None:
+    if not is_guarantee:
         console.print(
             "[bold red]NOT A GUARANTEE:[/] the published bound can under-report epsilon "
             "(docs/theory.md, section 4). Use --mechanism laplace."
@@ -210,3 +469,12 @@ def _up(value: float) -> str:
     unit = 10.0 ** (math.floor(math.log10(value)) - 5)
     text = f"{value:.6g}"
     return text if float(text) >= value else f"{(math.floor(value / unit) + 1) * unit:.6g}"
+
+
+def _down(value: float) -> str:
+    """Six significant digits, rounded down."""
+    if value in {0.0, math.inf}:
+        return f"{value:g}"
+    unit = 10.0 ** (math.floor(math.log10(value)) - 5)
+    text = f"{value:.6g}"
+    return text if float(text) <= value else f"{math.floor(value / unit) * unit:.6g}"

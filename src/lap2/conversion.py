@@ -58,10 +58,15 @@ def smallest_epsilon(
     def stationary(intercept: float, _: float) -> float:
         return math.exp(min(700.0, intercept - log_delta)) - 1
 
-    def enough(before: float, now: float) -> bool:
-        # The numerator is convex, so all later doublings together gain at most what the last did.
-        within_reach = now - (before - now)
-        return now <= 0 or within_reach >= min(now * (1 - 1e-7), pure * (1 - 1e-3))
+    def enough(before: int, now: int) -> bool:
+        # alpha stays above the line through its last two values, whose best score is known.
+        value = score(now, moments(now))
+        slope = (moments(now) - moments(before)) / (now - before)
+        best_order = stationary(moments(now) - slope * now, slope)
+        if value <= 0 or best_order <= now:
+            return value <= 0
+        least = slope - (math.log1p(1 / best_order) if conversion == "tight" else 0.0)
+        return least >= min(value * (1 - 1e-7), pure * (1 - 9e-5))
 
     guess = math.sqrt(-2 * log_delta / max(moments.curvature, 1e-300))
     epsilon, order = _minimise(moments, score, stationary, enough, guess)
@@ -80,8 +85,8 @@ def smallest_delta(
     def stationary(_: float, slope: float) -> float:
         return 1 / math.expm1(min(700.0, slope - epsilon)) if slope > epsilon else math.inf
 
-    def enough(_: float, now: float) -> bool:
-        return now < -745  # exp underflows
+    def enough(_: int, now: int) -> bool:
+        return score(now, moments(now)) < -745  # exp underflows
 
     guess = epsilon / max(moments.curvature, 1e-300)
     log_delta, order = _minimise(moments, score, stationary, enough, guess)
@@ -99,7 +104,7 @@ def _minimise(
     moments: Moments,
     score: Callable[[float, float], float],
     stationary: Callable[[float, float], float],
-    enough: Callable[[float, float], bool],
+    enough: Callable[[int, int], bool],
     guess: float,
 ) -> tuple[float, float]:
     """The least ``score(lam, alpha(lam))`` over real orders, and the order that has it.
@@ -108,7 +113,7 @@ def _minimise(
         moments: alpha at integer orders.
         score: what one order proves.
         stationary: where the tight score of the line ``intercept + slope * lam`` has its minimum.
-        enough: whether doubling the order again is not worth it, from the last two scores.
+        enough: whether doubling the order again is not worth it, from the last two orders.
         guess: where to start.
     """
     start = round(min(max(1.0, guess), _START_LIMIT))
@@ -124,9 +129,7 @@ def _minimise(
     return min(candidates)
 
 
-def _best_integer(
-    f: Callable[[int], float], start: int, enough: Callable[[float, float], bool]
-) -> int:
+def _best_integer(f: Callable[[int], float], start: int, enough: Callable[[int, int], bool]) -> int:
     """The minimiser over the integers from 1 of a function with a single minimum.
 
     Doubles or halves until the minimum is enclosed, then narrows by the golden section. ``f``
@@ -134,7 +137,7 @@ def _best_integer(
     """
     low, mid, high = start // 2, start, 2 * start
     while f(high) < f(mid) and high < _ORDER_LIMIT:
-        if enough(f(mid), f(high)):
+        if enough(mid, high):
             return high
         low, mid, high = mid, high, 2 * high
     while low >= 1 and f(low) <= f(mid):

@@ -23,6 +23,7 @@ __all__ = [
     "Mechanism",
     "NotAGuaranteeWarning",
     "PublishedLaplace",
+    "SingleGroup",
 ]
 
 
@@ -142,6 +143,10 @@ class PublishedLaplace(_Majorized):
         )
 
 
+SingleGroup = Laplace | LaplaceL1 | Gaussian | MajorizedLaplace | PublishedLaplace
+"""The descriptions with one noise multiplier."""
+
+
 @dataclass(frozen=True)
 class Joint(Mechanism):
     """Several groups of coordinates released from the *same* sample.
@@ -156,6 +161,7 @@ class Joint(Mechanism):
         Exact when every group's own bound is exact (docs/theory.md, section 6). Under sampling
         it costs *more* than the groups as separate steps would, each with a sample of its own:
         accounting one sample's groups as separate steps is the error of the published bound.
+        What a group releases must not depend on another group's noisy answer of the same step.
     """
 
     groups: tuple[Mechanism, ...]
