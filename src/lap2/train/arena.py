@@ -1,0 +1,38 @@
+"""Scratch memory that is kept from step to step.
+
+Large temporaries that are freed after every step go back to the operating system, and are paid for
+again, page by page, in the next. The requests of a step come in the same order every time, so each
+has a buffer of its own that only grows.
+"""
+
+# pyright: basic
+
+import math
+
+from torch import Tensor
+
+__all__ = ["Arena"]
+
+
+class Arena:
+    """Buffers handed out in order; :meth:`reset` starts over and makes earlier ones invalid."""
+
+    def __init__(self) -> None:
+        """Start with no memory."""
+        self._buffers: list[Tensor] = []
+        self._next = 0
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self._next = 0
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """An uninitialised tensor of the given shape, of the type and on the device of ``like``."""
+        size = math.prod(shape)
+        if self._next == len(self._buffers):
+            self._buffers.append(like.new_empty(0))
+        held = self._buffers[self._next]
+        if held.numel() < size or held.dtype != like.dtype or held.device != like.device:
+            held = self._buffers[self._next] = like.new_empty(size)
+        self._next += 1
+        return held[:size].view(shape)

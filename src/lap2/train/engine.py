@@ -1,0 +1,267 @@
+"""The engine: a PyTorch training loop made private, in the calling convention people know."""
+
+# pyright: basic
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lap2 import _validate
+from lap2.accountant import Accountant
+from lap2.calibration import calibrate_noise
+from lap2.noise import Sampler, SecureLaplace
+from lap2.train.baseline import OrdinaryGaussian
+from lap2.train.denoise import Denoiser
+from lap2.train.poisson import PoissonLoader
+from lap2.train.recorder import Recorder
+from lap2.train.step import Clip, MechanismName, PrivateStep, ReleasePlan, make_step_private
+
+__all__ = ["PrivacyEngine", "Statement"]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What may be said of a run so far.
+
+    Formal guarantee:
+        If ``is_guarantee``, everything released by the optimizer's steps is (epsilon,
+        delta)-differentially private under adding or removing one record. ``caveats`` says why not,
+        or under which assumption.
+    """
+
+    epsilon: float
+    delta: float
+    steps: int
+    bound: str
+    is_guarantee: bool
+    caveats: tuple[str, ...]
+
+
+class PrivacyEngine:
+    """Makes a model, an optimizer and a data loader private.
+
+    Each step releases the sum of per-example gradients, clipped to l2 norm ``max_grad_norm``, plus
+    noise on every coordinate, divided by the public expected batch size. The step is in the ledger
+    before it is released.
+
+    Args:
+        sampler: the noise. The secure one by default for Laplace noise; for Gaussian noise an
+            ordinary generator, which the statement says.
+
+    Formal guarantee:
+        :meth:`get_epsilon` is an upper bound for exactly the steps taken: the Poisson sampling
+        done, the noise added, and the sensitivity the noise's own rounding adds.
+    """
+
+    def __init__(self, *, sampler: Sampler | None = None) -> None:
+        """Start an empty ledger."""
+        self.accountant = Accountant()
+        self._sampler = sampler
+        self._step: PrivateStep | None = None
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader,
+        noise_multiplier: float,
+        max_grad_norm: Clip,
+        mechanism: MechanismName = "laplace",
+        denoise: str | float = "auto",
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        max_physical_batch_size: int | None = None,
+        poisson_sampling: bool = True,
+        channels_last: bool = True,
+    ) -> tuple[nn.Module, Optimizer, PoissonLoader | DataLoader]:
+        """Make all three private, with a given noise multiplier.
+
+        Args:
+            module: the model; stays the same object, with the same state_dict.
+            optimizer: any torch optimizer over the model's trainable parameters; the same object.
+            data_loader: over a map-style data set; its batch size over the data set's size is the
+                sampling probability.
+            noise_multiplier: b / C (sigma / C for Gaussian noise). With several clips, b over the
+                root of the sum of their squares.
+            max_grad_norm: the clip C; or a list of clips, one for each optimizer parameter group.
+            mechanism: "laplace", "gaussian" or "laplace-l1" (clips l1 norms).
+            denoise: "auto", "none" or tau; Laplace noise only. See :class:`lap2.train.Denoiser`.
+            loss_reduction: how the loss reduces over the batch; checked on the first batch.
+            max_physical_batch_size: larger batches come in pieces with the same result.
+            poisson_sampling: False keeps the loader as it is, and then no epsilon is ever claimed.
+            channels_last: store the weights of 2-d convolutions that way, which makes them faster.
+
+        Returns:
+            The module, the optimizer, and a loader that samples as accounted.
+        """
+        _validate.positive("noise_multiplier", noise_multiplier)
+        plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism)
+        return self._attach(
+            plan,
+            data_loader,
+            plan.total_clip * noise_multiplier,
+            Denoiser(denoise if mechanism != "gaussian" else "none"),
+            loss_reduction=loss_reduction,
+            max_physical_batch_size=max_physical_batch_size,
+            poisson_sampling=poisson_sampling,
+            channels_last=channels_last,
+        )
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: Clip,
+        mechanism: MechanismName = "laplace",
+        denoise: str | float = "auto",
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        max_physical_batch_size: int | None = None,
+        channels_last: bool = True,
+    ) -> tuple[nn.Module, Optimizer, PoissonLoader | DataLoader]:
+        """Make all three private, with the least noise that meets a target after ``epochs`` passes.
+
+        The other arguments are those of :meth:`make_private`.
+        """
+        count = _validate.integer("epochs", epochs, least=1)
+        plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism)
+        prob, per_epoch = _schedule(data_loader)
+        sampler = self._sampler or _default_sampler(mechanism)
+        template = plan.describe(1.0, 0.0)
+        wanted = calibrate_noise(
+            template,
+            epsilon=target_epsilon,
+            delta=target_delta,
+            sampling_prob=prob,
+            steps=count * per_epoch,
+        )
+        scale = plan.scale_for(wanted, template, sampler)
+        return self._attach(
+            plan,
+            data_loader,
+            scale,
+            Denoiser(denoise if mechanism != "gaussian" else "none"),
+            loss_reduction=loss_reduction,
+            max_physical_batch_size=max_physical_batch_size,
+            poisson_sampling=True,
+            channels_last=channels_last,
+        )
+
+    def _attach(
+        self,
+        plan: ReleasePlan,
+        data_loader: DataLoader,
+        scale: float,
+        denoiser: Denoiser,
+        *,
+        loss_reduction: str,
+        max_physical_batch_size: int | None,
+        poisson_sampling: bool,
+        channels_last: bool,
+    ) -> tuple[nn.Module, Optimizer, PoissonLoader | DataLoader]:
+        if self._step is not None:
+            raise RuntimeError("this engine already has a model; make another engine for another")
+        _validate.choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        prob, steps = _schedule(data_loader)
+        sampler = self._sampler or _default_sampler(plan.mechanism)
+        loader = (
+            PoissonLoader(
+                data_loader.dataset,
+                sampling_prob=prob,
+                steps=steps,
+                max_physical_batch_size=max_physical_batch_size,
+                loader=data_loader,
+            )
+            if poisson_sampling
+            else data_loader
+        )
+        if channels_last:
+            _store_channels_last(plan.module)
+        self._step = PrivateStep(
+            plan=plan,
+            recorder=Recorder(plan.module),
+            loader=loader if isinstance(loader, PoissonLoader) else None,
+            sampler=sampler,
+            scale=scale,
+            divisor=prob * len(data_loader.dataset),  # type: ignore[arg-type]
+            denoiser=denoiser,
+            loss_reduction=loss_reduction,
+            accountant=self.accountant,
+            sampling_prob=prob,
+        )
+        make_step_private(plan.optimizer, self._step)
+        return plan.module, plan.optimizer, loader
+
+    def get_epsilon(self, delta: float) -> float:
+        """The epsilon spent so far at ``delta``, rounded up.
+
+        Raises:
+            RuntimeError: the run does not sample as accounted, so that no epsilon can be claimed.
+        """
+        if self._step is not None and self._step.loader is None:
+            raise RuntimeError(
+                "no epsilon can be claimed: poisson_sampling=False keeps a loader whose batches "
+                "are not Poisson samples"
+            )
+        return self.accountant.get_epsilon(delta)
+
+    def statement(self, delta: float) -> Statement:
+        """Everything that may be said of the run so far."""
+        step = self._step
+        caveats: list[str] = []
+        if step is None:
+            raise RuntimeError("call make_private or make_private_with_epsilon first")
+        if not step.sampler.is_secure:
+            caveats.append(
+                "the noise comes from an ordinary generator: an experiment, not a release"
+            )
+        caveats.append(
+            "float32 sums are taken to be exact; their rounding is not in the sensitivity"
+        )
+        return Statement(
+            epsilon=self.get_epsilon(delta),
+            delta=delta,
+            steps=self.accountant.steps,
+            bound=step.mechanism.bound,
+            is_guarantee=self.accountant.is_guarantee and step.sampler.is_secure,
+            caveats=tuple(caveats),
+        )
+
+    @property
+    def skipped_examples(self) -> int:
+        """How many examples had a gradient that was not finite, and so contributed nothing."""
+        return self._step.skipped if self._step else 0
+
+
+def _default_sampler(mechanism: str) -> Sampler:
+    return OrdinaryGaussian() if mechanism == "gaussian" else SecureLaplace()
+
+
+def _schedule(loader: DataLoader) -> tuple[float, int]:
+    """Sampling probability and steps of one pass, from the loader's public settings."""
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"data_loader must be a torch DataLoader, got {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise TypeError("data_loader must be over a map-style data set, got an IterableDataset")
+    if loader.batch_size is None:
+        raise ValueError("data_loader must have a batch_size, got None")
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if not 1 <= loader.batch_size <= size:
+        raise ValueError(
+            f"data_loader must have a batch_size in [1, {size}], got {loader.batch_size}"
+        )
+    return loader.batch_size / size, -(-size // loader.batch_size)
+
+
+def _store_channels_last(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d) and layer.weight.device.type == "cpu":
+            layer.weight.data = layer.weight.data.to(memory_format=torch.channels_last)

@@ -1,0 +1,221 @@
+"""One private step: clip, add noise, denoise, and hand over to the optimizer."""
+
+# pyright: basic
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lap2 import _validate
+from lap2.accountant import Accountant
+from lap2.mechanism import Gaussian, Joint, Laplace, LaplaceL1, Mechanism
+from lap2.noise import Sampler
+from lap2.train.denoise import Denoiser
+from lap2.train.poisson import PoissonLoader
+from lap2.train.recorder import BookkeepingError, Recorded, Recorder
+
+__all__ = ["Clip", "MechanismName", "PrivateStep", "ReleasePlan", "make_step_private"]
+
+MechanismName = Literal["laplace", "gaussian", "laplace-l1"]
+Clip = float | Sequence[float]
+
+_SHRINK = 1 - 2.0**-14
+"""Clipping aims this far below the clip, so that rounded norms never let a gradient exceed it."""
+
+
+@dataclass(frozen=True)
+class ReleasePlan:
+    """What is clipped together: parameters, clips, and the kind of noise."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    mechanism: MechanismName
+    groups: tuple[tuple[Tensor, ...], ...]
+    clips: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, optimizer: Optimizer, clip: Clip, mechanism: MechanismName
+    ) -> "ReleasePlan":
+        """Check that everything fits together."""
+        _validate.choice("mechanism", mechanism, ("laplace", "gaussian", "laplace-l1"))
+        trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        foreign, missing = held - set(trained), [n for i, n in trained.items() if i not in held]
+        if foreign or missing:
+            raise ValueError(
+                "optimizer must hold exactly the module's trainable parameters; "
+                f"{len(foreign)} of its parameters are not among them, and it lacks {missing}"
+            )
+        params = [list(group["params"]) for group in optimizer.param_groups]
+        if isinstance(clip, Sequence):
+            if len(clip) != len(params):
+                raise ValueError(
+                    "max_grad_norm must be a number, or one number for each of the optimizer's "
+                    f"{len(params)} parameter groups, got {len(clip)}"
+                )
+            clips = [_validate.positive("max_grad_norm", c) for c in clip]
+        else:
+            clips = [_validate.positive("max_grad_norm", clip)]
+            params = [[p for group in params for p in group]]
+        return cls(module, optimizer, mechanism, tuple(map(tuple, params)), tuple(clips))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of coordinates of each group."""
+        return [sum(p.numel() for p in group) for group in self.groups]
+
+    @property
+    def total_clip(self) -> float:
+        """The most that one record moves the whole release."""
+        return math.hypot(*self.clips)
+
+    def describe(self, scale: float, spacing: float) -> Mechanism:
+        """The release, with noise of ``scale``, when rounding moves a coordinate by ``spacing``."""
+        members: list[Mechanism] = []
+        for clip, size in zip(self.clips, self.sizes, strict=True):
+            if self.mechanism == "gaussian":
+                members.append(Gaussian(scale / clip))
+            elif self.mechanism == "laplace-l1":
+                members.append(LaplaceL1(_ratio(scale, clip + size * spacing)))
+            else:
+                members.append(Laplace(_ratio(scale, clip + math.sqrt(size) * spacing), size))
+        return members[0] if len(members) == 1 else Joint(members)
+
+    def scale_for(self, wanted: Mechanism, template: Mechanism, sampler: Sampler) -> float:
+        """The scale whose release, rounding included, has at least the noise that is wanted."""
+        targets = _multipliers(wanted)
+        scale = targets[0] / _multipliers(template)[0]
+        for _ in range(50):
+            reached = self.describe(scale, spacing_of(sampler, scale, sum(self.sizes)))
+            pairs = zip(targets, _multipliers(reached), strict=True)
+            short = max(target / member for target, member in pairs)
+            if short <= 1:
+                return scale
+            scale *= short * (1 + 1e-15)
+        raise ValueError(f"no noise scale covers the rounding of {sum(self.sizes)} coordinates")
+
+
+def _multipliers(mechanism: Mechanism) -> list[float]:
+    members = mechanism.groups if isinstance(mechanism, Joint) else (mechanism,)
+    return [member.noise_multiplier for member in members]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def spacing_of(sampler: Sampler, scale: float, size: int) -> float:
+    """How far rounding moves one coordinate: the sampler's added sensitivity spread over all."""
+    return sampler.added_sensitivity(scale, size) / math.sqrt(max(size, 1))
+
+
+def _ratio(scale: float, widened: float) -> float:
+    return math.nextafter(scale / math.nextafter(widened, math.inf), 0.0)
+
+
+class PrivateStep:
+    """Clip, add noise, denoise: everything between ``backward`` and the optimizer's own step."""
+
+    def __init__(
+        self,
+        *,
+        plan: ReleasePlan,
+        recorder: Recorder,
+        loader: PoissonLoader | None,
+        sampler: Sampler,
+        scale: float,
+        divisor: float,
+        denoiser: Denoiser,
+        loss_reduction: str,
+        accountant: Accountant,
+        sampling_prob: float,
+    ) -> None:
+        """Describe the release once; every step repeats it."""
+        self.loader, self.sampler, self.scale, self.divisor = loader, sampler, scale, divisor
+        self.mechanism = plan.describe(scale, spacing_of(sampler, scale, sum(plan.sizes)))
+        self.denoiser, self.skipped = denoiser, 0
+        self.taus: list[float] = []
+        self._plan, self._recorder, self._reduction = plan, recorder, loss_reduction
+        self._accountant, self._prob = accountant, sampling_prob
+        self._params = [p for group in plan.groups for p in group]
+        self._sums: dict[int, Tensor] = {}
+        self._batch_id = -1
+
+    @torch.no_grad()
+    def advance(self) -> bool:
+        """Take in what was recorded; at the end of a batch, put the noisy gradient into ``.grad``.
+
+        Returns:
+            Whether there is a gradient to step with: False between the pieces of a batch.
+        """
+        loader = self.loader
+        if loader is not None and loader.batches_begun != self._batch_id:
+            self._sums.clear()  # of a batch that was given up before its end
+            self._batch_id = loader.batches_begun
+        recorded = self._recorder.collect(loss_reduction=self._reduction)
+        if loader is not None and recorded.batch and recorded.batch != loader.piece_size:
+            raise BookkeepingError(
+                "a step must be taken on the batch that the loader yielded, of "
+                f"{loader.piece_size} records; the recorded one has {recorded.batch}"
+            )
+        if recorded.batch:
+            self._accumulate(recorded)
+        if loader is not None and not loader.ends_batch:
+            return False
+        self._release()
+        return True
+
+    def _accumulate(self, recorded: Recorded) -> None:
+        found = {id(g.param): g for g in recorded.gradients}
+        l1 = self._plan.mechanism == "laplace-l1"
+        for group, clip in zip(self._plan.groups, self._plan.clips, strict=True):
+            members = [found[id(p)] for p in group if id(p) in found]
+            if not members:
+                continue
+            if l1:
+                norms = torch.stack([m.abs_sums() for m in members]).sum(dim=0)
+            else:
+                norms = torch.stack([m.square_norms() for m in members]).sum(dim=0).sqrt()
+            norms = norms * recorded.scale
+            finite = norms.isfinite()
+            if not finite.all():
+                self.skipped += int((~finite).sum())
+                for member in members:
+                    member.zero(~finite)
+            weights = torch.where(finite, (clip / norms).clamp(max=1.0) * _SHRINK, 0.0)
+            weights = torch.where(norms == 0, 0.0, weights) * recorded.scale
+            for member in members:
+                total = member.weighted_sum(weights)
+                key = id(member.param)
+                self._sums[key] = self._sums[key].add_(total) if key in self._sums else total
+
+    def _release(self) -> None:
+        """Account, add noise once to every coordinate, denoise, divide by the public batch size."""
+        sums = [
+            self._sums.pop(id(p)) if id(p) in self._sums else torch.zeros_like(p, dtype=_wide(p))
+            for p in self._params
+        ]
+        self._sums.clear()
+        self._accountant.compose(self.mechanism, sampling_prob=self._prob)
+        self.sampler.add(sums, self.scale)
+        self.taus = self.denoiser(sums, self.scale)
+        for param, total in zip(self._params, sums, strict=True):
+            param.grad = total.div_(self.divisor).to(param.dtype)
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def make_step_private(optimizer: Optimizer, private: PrivateStep) -> None:
+    """Give this one optimizer a class of its own, whose step is private."""
+    base = type(optimizer)
+
+    def step(self, closure=None):
+        if closure is not None:
+            raise ValueError("closure must be None: a private step cannot evaluate the loss again")
+        return base.step(self) if private.advance() else None
+
+    optimizer.__class__ = type(f"Private{base.__name__}", (base,), {"step": step})
