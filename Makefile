@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 ## Train a private model, print its epsilon, leave a report to look at.
 train: $(VENV)/.installed
-	$(BIN)/python examples/train_digits.py
+	$(BIN)/lap2 train
 
 ## Everything CI runs: format, lint, types, layering, tests.
 test: check unit

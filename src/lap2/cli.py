@@ -338,6 +338,56 @@ def figure(
             typer.echo(str(path))
 
 
+@app.command()
+def train(
+    *,
+    dataset: Annotated[str, typer.Option(help="mnist or digits.")] = "mnist",
+    epsilon: Epsilon = 1.0,
+    delta: Delta = 1e-5,
+    epochs: Annotated[int, _integer("Passes over the data.")] = 15,
+    batch_size: Annotated[int, _integer("Expected number of records in a step.")] = 1024,
+    learning_rate: Annotated[float, _number("Of SGD with momentum 0.9; decays.")] = 0.3,
+    max_grad_norm: Annotated[float, _number("The clip C.")] = 1.0,
+    mechanism: Annotated[str, typer.Option(help="laplace, gaussian or laplace-l1.")] = "laplace",
+    denoise: Annotated[str, typer.Option(help="auto, none or a number tau.")] = "auto",
+    seed: Annotated[int, _integer("Of the initial weights.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Where to leave the run.")] = Path("runs/mnist"),
+) -> None:
+    """Train the paper's CNN privately and leave a report."""
+    from lap2.experiments.run import Settings  # noqa: PLC0415 - torch is optional
+    from lap2.experiments.run import train as run  # noqa: PLC0415
+
+    settings = _input_checked(
+        lambda: Settings(
+            dataset=dataset,
+            epsilon=epsilon,
+            delta=delta,
+            epochs=epochs,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            max_grad_norm=max_grad_norm,
+            mechanism=mechanism,
+            denoise=denoise if denoise in {"auto", "none"} else _parse_number(denoise),
+            seed=seed,
+        )
+    )
+    result = _input_checked(lambda: run(settings, folder))
+    statement = result.statement
+    rows = Table.grid(padding=(0, 2))
+    rows.add_row(
+        "[bold]test accuracy[/]", f"[bold]{result.test_accuracy:.2%}[/] ({result.dataset})"
+    )
+    rows.add_row(
+        "[bold]epsilon[/]", f"[bold]{_up(statement.epsilon)}[/] at delta {statement.delta:g}"
+    )
+    rows.add_row("bound", f"{statement.bound}; add/remove one record; Poisson sampling")
+    rows.add_row("guarantee", "yes" if statement.is_guarantee else "[red]no[/]")
+    for caveat in statement.caveats:
+        rows.add_row("", caveat)
+    rows.add_row("folder", str(result.folder))
+    Console().print(rows)
+
+
 class _Schedule(NamedTuple):
     sampling_prob: float
     steps: int

@@ -1,0 +1,1 @@
+"""Data, models and runs of the experiments. Needs ``lap2[train]``."""

