@@ -64,7 +64,7 @@ def test_gaussian_has_a_closed_form(noise, zeta, steps, delta):
     mu = math.sqrt(steps) / noise
     truth = amplified(lambda d: gaussian_epsilon(mu, d), zeta, delta)
     lower = lower_epsilon(spend(lap2.Gaussian(noise), zeta, steps), delta)
-    assert truth * 0.999 <= lower <= truth
+    assert truth * 0.998 <= lower <= truth
     if steps == 9:
         assert lower_epsilon(spend(lap2.Laplace(noise, math.inf), zeta, steps), delta) == lower
 
@@ -76,6 +76,7 @@ REFERENCES = [  # mechanism, noise, zeta, steps, delta, grid of the other librar
     ("laplace", 0.3, 1e-4, 10, 1e-12, 1e-5),
     ("laplace", 1.0, 0.999, 5, 1e-8, 1e-4),
     ("laplace", 10.0, 0.5, 1000, 1e-5, 1e-4),
+    ("laplace", 11.0, 0.07, 9, 2e-4, 1e-6),  # here removing costs 2% more than adding
     ("gaussian", 1.0, 0.1, 100, 1e-5, 2e-4),
     ("gaussian", 2.7, 0.01, 3, 5e-5, 1e-5),
     ("gaussian", 3.0, 0.01, 10_000, 1e-5, 1e-5),

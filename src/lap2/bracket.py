@@ -5,15 +5,16 @@ full norm and with equal coordinates, is followed to the end: the distribution o
 loss yields an epsilon that the mechanism does not beat. The truth lies between the two.
 
 In the notation of docs/theory.md, section 1, Q is the law of a release without the record, P with
-the record in the sample and ``R = (1 - zeta) Q + zeta P``. The loss is ``log(R / Q)``, distributed
-as under R, and ``delta(epsilon) = E[(1 - exp(epsilon - loss))_+]``. Whatever is done here to make
+the record in the sample and ``R = (1 - zeta) Q + zeta P``. The loss is the logarithm of the
+likelihood ratio of R to Q (adding the record) or of Q to R (removing it), distributed as under the
+first of the two, and ``delta(epsilon) = E[(1 - exp(epsilon - loss))_+]``. Whatever is done to make
 that computable can only lower it, before composition or after: merging outcomes, even at random
-(post-processing); leaving out probability, under all laws or under P and R alone; moving a loss
-down *after* sampling; subtracting a bound on a numerical error.
+(post-processing); leaving out probability under both laws; once sampling is accounted for, lowering
+a loss or the probability under the first law alone; subtracting a bound on a numerical error.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,6 +40,7 @@ Integers = NDArray[np.int64]
 
 _EPS = 2.0**-52
 _MOST_COORDINATES = 2**20
+"""A record's gradient may be confined to this many coordinates, whatever the dimension."""
 _ATOMS = 4096
 """Of one unsampled release at most this many different losses are kept."""
 _NEGLIGIBLE = 1e-36
@@ -90,14 +92,14 @@ def bracket(accountant: Accountant, delta: float) -> Bracket:
     return Bracket(lower, upper, float(delta))
 
 
-def lower_epsilon(accountant: Accountant, delta: float, *, points: int = 2**19) -> float:
+def lower_epsilon(accountant: Accountant, delta: float, *, points: int = 2**18) -> float:
     """An epsilon that everything composed does not beat at ``delta``: a lower bound.
 
     Args:
         accountant: what was released; of its descriptions, :class:`~lap2.Joint` is refused.
         delta: strictly between 0 and 1.
         points: size of the grid of total losses, rounded up to a power of two. The more, the
-            higher the bound; in the regime of training the default is within 0.1% of the best.
+            higher the bound; the default loses less than 0.1% in the regime of training.
     """
     delta = _validate.open_probability("delta", delta)
     size = 1 << (_validate.integer("points", points, least=2**12) - 1).bit_length()
@@ -105,27 +107,26 @@ def lower_epsilon(accountant: Accountant, delta: float, *, points: int = 2**19) 
     for entry in accountant.ledger:
         key = (*_worst_gradient(entry.mechanism), entry.sampling_prob)
         counts[key] = counts.get(key, 0) + entry.steps
-    releases: list[_Releases] = []
     log_hidden = 0.0
-    for (rho, n, zeta), count in counts.items():
-        if rho == math.inf:
+    adding: list[_Releases] = []
+    for (longest, n, zeta), count in counts.items():
+        if longest == math.inf:
             log_hidden += count * (math.log1p(-zeta) if zeta < 1 else -math.inf)
-        elif zeta > 0:
-            # A shorter gradient is possible too, and its losses are within the range of floats.
-            releases.append(
-                _sampled(_unsampled(min(rho, max(16.0, 300 / math.sqrt(n))), n), zeta, count)
-            )
-    # A release without noise shows a sampled record for certain. Otherwise it is ignored.
-    if -math.expm1(log_hidden) > delta:
+        elif zeta > 0 and longest > 1e-6:  # with more noise than that, the release is ignored
+            # A gradient may be shorter than the clip, so that no loss leaves the range of floats.
+            rho = min(longest, max(16.0, 300 / math.sqrt(n)))
+            one = _gaussian(rho) if n == math.inf else _laplace(rho, min(int(n), _MOST_COORDINATES))
+            adding.append(_sampled(one, zeta, count))
+    if -math.expm1(log_hidden) > delta:  # that a record is seen without noise
         return math.inf
-    return _epsilon(releases, delta, size) if releases else 0.0
+    removing = [_exchanged(releases) for releases in adding]
+    return max(_epsilon(adding, delta, size), _epsilon(removing, delta, size)) if adding else 0.0
 
 
 def _worst_gradient(mechanism: Mechanism) -> tuple[float, int | float]:
     """``rho`` and over how many coordinates it is spread; infinity stands for normal noise.
 
-    That is where the loss converges to as the dimension grows, so a bound for it is one for
-    the dimension-free description, approached though not attained.
+    To its loss that of Laplace noise converges: some finite dimension comes arbitrarily close.
     """
     match mechanism:
         case Laplace() | MajorizedLaplace() | PublishedLaplace():
@@ -143,14 +144,15 @@ def _worst_gradient(mechanism: Mechanism) -> tuple[float, int | float]:
 
 @dataclass(frozen=True)
 class _Releases:
-    """``count`` releases alike: possible losses of one, increasing, and their probabilities."""
+    """``count`` releases alike: possible losses of one, increasing, and their probabilities.
+
+    The rounding errors are at most ``loss_error``, and relatively at most ``mass_error``.
+    """
 
     loss: Floats
     mass: Floats
     loss_error: float = 0.0
-    """Bound on the rounding error of any loss."""
     mass_error: float = 0.0
-    """Bound on the relative rounding error of any probability."""
     count: int = 1
 
     def log_moment(self, order: float) -> float:
@@ -160,17 +162,9 @@ class _Releases:
         return self.count * (top + math.log(float(self.mass @ np.exp(exponent - top))))
 
 
-@lru_cache(maxsize=128)
-def _unsampled(rho: float, n: int | float) -> _Releases:
-    return _gaussian(rho) if n == math.inf else _laplace(rho, int(min(n, _MOST_COORDINATES)))
-
-
+@lru_cache(maxsize=64)
 def _gaussian(rho: float) -> _Releases:
-    """The loss of N(rho, 1) against N(0, 1), seen through narrow bins: a lower bound.
-
-    At z it is ``rho z - rho^2 / 2``, in a bin at least that at the mean of z under Q (Jensen). For
-    small rho this is the better of two bounds; the other is the quotient of the probabilities.
-    """
+    """The loss of N(rho, 1) against N(0, 1), seen through narrow bins: a lower bound."""
     edges = np.linspace(-13.0, rho + 13.0, _ATOMS + 1)
 
     def masses(z: Floats) -> Floats:
@@ -180,14 +174,12 @@ def _gaussian(rho: float) -> _Releases:
         )
         return np.where(z[1:] > 0, -np.diff(above), np.diff(below))
 
-    base, squares = masses(edges), edges**2 / 2
-    slope = np.exp(-squares[:-1]) * -np.expm1(-np.diff(squares)) / math.sqrt(2 * math.pi)
-    # Probabilities of the bins are good to 1e-12, means in the bins to 1e-11.
-    quotient = np.log(masses(edges - rho) / base) - 4e-12
-    loss = np.maximum(quotient, rho * (slope / base) - rho * rho / 2)
-    return _Releases(loss, base * np.exp(loss), loss_error=2e-11 * rho, mass_error=4e-12)
+    # Rounding of the edges and of the tails: the probability of a bin is good to 1e-12.
+    mass = masses(edges - rho)
+    return _Releases(np.log(mass / masses(edges)), mass, loss_error=4e-12, mass_error=4e-12)
 
 
+@lru_cache(maxsize=64)
 def _laplace(rho: float, n: int) -> _Releases:
     """The loss of n coordinates with the shift ``x = rho / sqrt(n)`` each: a lower bound.
 
@@ -224,7 +216,7 @@ def _thin(start: float, step: float, mass: Floats) -> tuple[float, float, Floats
             return float(loss[seen[0]]), step, mass[seen[0] : seen[-1] + 1]
         step *= 2
         start, cells, merged = _merge(loss[seen], mass[seen], step)
-        mass = _histogram(cells, merged)
+        mass = _histogram(cells[:-1], merged[:-1])
 
 
 def _sampled(release: _Releases, zeta: float, count: int) -> _Releases:
@@ -235,9 +227,14 @@ def _sampled(release: _Releases, zeta: float, count: int) -> _Releases:
         else release.loss + np.log1p((1 - zeta) * np.expm1(-release.loss))
     )
     mass = release.mass * (zeta + (1 - zeta) * np.exp(-release.loss))
-    rounding = 64 * _EPS * float(np.abs(release.loss).max())
-    error = release.loss_error + rounding
+    error = release.loss_error + 64 * _EPS * float(np.abs(release.loss).max())
     return _Releases(loss, mass, error, release.mass_error + error + 8 * _EPS, count)
+
+
+def _exchanged(r: _Releases) -> _Releases:
+    """The same with the two laws exchanged: removing the record instead of adding it."""
+    mass = r.mass * np.exp(-r.loss)
+    return _Releases(-r.loss[::-1], mass[::-1], r.loss_error, r.mass_error + r.loss_error, r.count)
 
 
 def _merge(loss: Floats, mass: Floats, step: float) -> tuple[float, Integers, Floats]:
@@ -246,40 +243,48 @@ def _merge(loss: Floats, mass: Floats, step: float) -> tuple[float, Integers, Fl
     Outcomes are split and merged in such proportions that the likelihood ratio of each mixture
     is *on* the grid. This costs second order in the step, while rounding down would cost first
     order, thousands of times over. The lowest cell, which holds almost everything if few records
-    are sampled, is merged whole, and its loss is where the grid starts. The others are filled
-    from both ends towards the least likely outcome, and what is left there is rounded down.
+    are sampled, is merged whole, and its loss is where the grid starts. The others are filled from
+    both ends to where the least remains. That rest is rounded down: its mass is reduced.
 
     Returns:
-        The start, the cells (some more than once) and their masses.
+        The start, the cells and their masses; the last is the rest, all others are exact.
     """
-    least, top = float(loss[0]), float(loss[-1])
-    low = int(np.searchsorted(loss, least + step))
-    bottom = float(mass[:low].sum())
+    low = int(np.searchsorted(loss, float(loss[0]) + step))
+    least, bottom = float(loss[0]), float(mass[:low].sum())
     start = least - math.log1p(float(mass[:low] @ np.expm1(least - loss[:low])) / bottom)
-    x, mass, top = loss[low:] - start, mass[low:], top - start
-    meet = int(mass.argmin()) if x.size else 0
-    up, up_mass = _fill(x[:meet], mass[:meet], step, math.floor)
-    # Exchanging R and Q changes the sign of a loss. Masses under Q are in units of exp(-top).
-    base = mass * np.exp(top - x)
-    down, down_base = _fill(-x[meet:][::-1], base[meet:][::-1], step, math.ceil)
-    down_mass = down_base * np.exp(-step * down - top)
-    cells = np.maximum(0, np.concatenate([[0], up, -down]))  # all losses are above the start
-    return start, cells, np.concatenate([[bottom], up_mass, down_mass])
+    x, mass, top = loss[low:] - start, mass[low:], float(loss[-1]) - start
+    base = mass * np.exp(top - x)  # under the second law, in units of exp(-start - top)
+    up, up_mass, ends = _fill(x, mass, step)
+    # Exchanging the laws changes the sign of the losses: downwards becomes upwards.
+    down, down_base, begins = _fill(-x[::-1], base[::-1], step)
+    begins, index, total = x.size - begins, _upto(x.size + 1), np.append(0.0, mass.cumsum())
+    match = np.searchsorted(-begins, -ends - 1e-9, side="right") - 1
+    between = np.interp(begins[match], index, total) - np.interp(ends, index, total)
+    i = int(np.where(match < 0, math.inf, between).argmin())
+    j = int(match[i])
+    part = np.minimum(index[1:], begins[j]) - np.maximum(index[:-1], ends[i]) - 1e-11
+    rest, rest_base = (float(m @ part.clip(0, 1)) for m in (mass, base))
+    cell = math.floor((math.log(rest / rest_base) + top) / step - 1e-6) if rest > 0 else 0
+    kept = min(rest, rest_base * math.exp(step * cell - top))
+    cells = [[0], up[:i], -down[:j], [max(0, cell)]]
+    masses = [[bottom], up_mass[:i], down_base[:j] * np.exp(-step * down[:j] - top), [kept]]
+    return start, np.concatenate(cells), np.concatenate(masses)
 
 
-def _fill(
-    x: Floats, mass: Floats, step: float, rounding: Callable[[float], int]
-) -> tuple[Integers, Floats]:
-    """Merge outcomes of increasing loss x into cells of loss ``step * cell``: cells and masses.
+def _fill(x: Floats, mass: Floats, step: float) -> tuple[Integers, Floats, Floats]:
+    """Merge outcomes of increasing loss x into cells of loss ``step * cell``, exactly.
 
     A cell opens just above an outcome, and takes from the next ones until the sum of
-    ``mass * (exp(step * cell - x) - 1)``, what it lacks, is 0. Then it is exact. Only the cell
-    that is open in the end is rounded.
+    ``mass * (exp(step * cell - x) - 1)``, what it lacks, is 0.
+
+    Returns:
+        Cells, their masses, and the positions between them in numbers of outcomes, 0 included.
     """
     cells: list[int] = []
     masses: list[float] = []
+    ends = [0.0]
     cell, held, lack = 0, 0.0, 0.0
-    for loss, available in zip(x.tolist(), mass.tolist(), strict=True):
+    for i, (loss, available) in enumerate(zip(x.tolist(), mass.tolist(), strict=True)):
         left = available
         while True:
             if held == 0:
@@ -292,12 +297,9 @@ def _fill(
             cells.append(cell)
             masses.append(held + lack / gain)
             left -= lack / gain
+            ends.append(i + 1 - left / available)
             held = lack = 0.0
-    if held > 0:
-        loss = cell - math.log1p(lack / held) / step
-        cells.append(rounding(loss))
-        masses.append(held * math.exp(min(0.0, step * (cells[-1] - loss))))
-    return np.array(cells, dtype=np.int64), np.array(masses)
+    return np.array(cells, dtype=np.int64), np.array(masses), np.array(ends)
 
 
 def _upto(size: int) -> Floats:
@@ -328,13 +330,15 @@ def _epsilon(releases: Sequence[_Releases], delta: float, size: int) -> float:
     scale = max(1e-290, *(float(np.abs(release.loss).max()) for release in releases))
     orders = (np.geomspace(1e-3, 1e6, 120) / scale).tolist()
 
+    def log_c(order: float) -> float:
+        return -order * math.log1p(1 / order) - math.log1p(order)
+
     def proven_above(moment: float, order: float) -> float:
-        return (moment + _log_c(order) - math.log(delta)) / order
+        return (moment + log_c(order) - math.log(delta)) / order
 
     above, order = min((proven_above(_log_moment(releases, t), t), t) for t in orders)
-    lost = math.fsum(
-        release.count * (release.mass_error + 32 * _EPS * order * scale) for release in releases
-    )
+    rounding = _EPS * (_ATOMS + 32 * order * scale)
+    lost = math.fsum(release.count * (release.mass_error + rounding) for release in releases)
     if above <= 0 or lost >= 1:
         return 0.0
     loss, mass, moment, error = _compose(releases, order, orders, size)
@@ -342,17 +346,13 @@ def _epsilon(releases: Sequence[_Releases], delta: float, size: int) -> float:
     shown = loss > max(0.0, above - 600 / (1 + order))
     loss, mass = loss[shown], mass[shown]
     d = loss - above
-    weights = mass * np.exp(-order * d - _log_c(order))
-    under_r, under_q = (np.cumsum(w[::-1])[::-1] for w in (weights, weights * np.exp(-d)))
-    under_q *= np.exp(np.minimum(0.0, d))
-    slack = size * _EPS * (under_r + under_q) + error * np.exp(-order * d)
-    in_deltas = (under_r - under_q - slack) * (1 - lost)  # delta(loss) / delta, from below
+    weights = mass * np.exp(-order * d - log_c(order))
+    under_1, under_2 = (np.cumsum(w[::-1])[::-1] for w in (weights, weights * np.exp(-d)))
+    under_2 *= np.exp(np.minimum(0.0, d))
+    slack = size * _EPS * (under_1 + under_2) + error * np.exp(-order * d)
+    in_deltas = (under_1 - under_2 - slack) * (1 - lost)  # delta(loss) / delta, from below
     enough = loss[(in_deltas >= 1) & (d <= 0)]
     return float(enough[-1]) if enough.size else 0.0
-
-
-def _log_c(order: float) -> float:
-    return -order * math.log1p(1 / order) - math.log1p(order)
 
 
 def _compose(

@@ -1,0 +1,128 @@
+"""Speed and memory of the secure noise, against torch's generators and against its own targets.
+
+Everything runs in one process, in float32. Each round measures all contestants once, one after the
+other, so that a busy or throttled machine slows them alike; a ratio is taken within a round, and
+the median over the rounds is reported. torch.randn and torch's Laplace make a new tensor in every
+call; ours add to one that exists.
+
+    python benchmarks/noise.py --rounds 5
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lap2.noise import SecureLaplace
+
+COMPILED, NUMPY = "lap2, compiled", "lap2, NumPy"
+RANDN, LAPLACE = "torch.randn", "torch Laplace"
+
+Call = Callable[[], object]
+
+
+def contestants(size: int) -> dict[str, Call]:
+    array = torch.ones(size)
+    compiled, numpy = SecureLaplace(compiled=True), SecureLaplace(compiled=False)
+    laplace = torch.distributions.Laplace(0.0, 1.0)
+    return {
+        COMPILED: lambda: compiled.add(array, 1.0),
+        NUMPY: lambda: numpy.add(array, 1.0),
+        RANDN: lambda: torch.randn(size),
+        LAPLACE: lambda: laplace.sample((size,)),
+    }
+
+
+@dataclass(frozen=True)
+class Target:
+    """A claim: the median ratio of two contestants' times is at most so much."""
+
+    of: str
+    to: str
+    at_most: float
+
+    def row(self, size: int, rounds: Sequence[dict[str, float]]) -> str:
+        """One line of the table."""
+        ratio = statistics.median(r[self.of] / r[self.to] for r in rounds)
+        verdict = "pass" if ratio <= self.at_most else "FAIL"
+        claim = f"{self.of} / {self.to}"
+        return f"{size:>11,}  {claim:<31} {ratio:>8.2f}  <= {self.at_most:<6g} {verdict}"
+
+
+TARGETS = (
+    Target(COMPILED, RANDN, at_most=2.5),
+    Target(COMPILED, LAPLACE, at_most=1.0),
+    Target(NUMPY, RANDN, at_most=6.0),
+)
+
+
+def seconds(call: Call, *, at_least: float = 0.05) -> float:
+    """Mean time of one call, repeated until the clock has something to measure."""
+    repeats, start = 0, time.perf_counter()
+    while True:
+        call()
+        repeats += 1
+        elapsed = time.perf_counter() - start
+        if elapsed >= at_least:
+            return elapsed / repeats
+
+
+def peak_megabytes(call: Call) -> float:
+    """How far resident memory rises above what it was before the call; NaN except on Linux."""
+
+    def status(field: str) -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        before = status("VmRSS:")
+        call()
+        return status("VmHWM:") - before
+    except OSError:
+        return float("nan")
+
+
+def report(size: int, count: int) -> list[str]:
+    """Print the times and the memory of all contestants at one size; the rows of their claims."""
+    calls = contestants(size)
+    for call in calls.values():
+        call()  # compiles, imports, touches the memory
+    memory = {name: peak_megabytes(call) for name, call in calls.items()}
+    rounds = [{name: seconds(call) for name, call in calls.items()} for _ in range(count)]
+    for name in calls:
+        median = statistics.median(r[name] for r in rounds)
+        print(
+            f"{size:>11,}  {name:<16} {1e3 * median:>10,.3f} ms {1e9 * median / size:>8.2f} ns "
+            f"{memory[name]:>10,.1f} MB",
+            flush=True,
+        )
+    return [target.row(size, rounds) for target in TARGETS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time the secure noise against torch.")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds to take the median of")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 10_000_000, 125_000_000])
+    arguments = parser.parse_args()
+    if not arguments.rounds >= 1:
+        parser.error(f"--rounds must be at least 1, got {arguments.rounds}")
+
+    print(
+        f"float32, scale 1, median of {arguments.rounds} interleaved rounds on {os.cpu_count()} "
+        "cores\nlap2 uses all cores above 2^20 coordinates; torch.randn uses one, torch's Laplace "
+        f"{torch.get_num_threads()} in part\n"
+    )
+    print(f"{'coordinates':>11}  {'':<16} {'time':>10}    {'each':>8}    {'peak extra':>10}")
+    rows = [row for size in arguments.sizes for row in report(size, arguments.rounds)]
+    print(f"\n{'coordinates':>11}  {'claim':<31} {'measured':>8}  {'target':<9} verdict")
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""NumPy arrays and torch tensors as flat, writable pieces, without copies of more than a chunk."""
+
+import sys
+from collections.abc import Generator, Sequence
+from functools import lru_cache
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Flat", "finite_range", "flat_parts"]
+
+Floats = NDArray[np.float64] | NDArray[np.float32]
+_DIRECT = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+class Flat(Protocol):
+    """A one-dimensional run of coordinates."""
+
+    @property
+    def size(self) -> int:
+        """Number of coordinates."""
+        ...
+
+    def chunks(self, length: int, start: int, stop: int, *, write: bool) -> Generator[Floats]:
+        """A range of coordinates as contiguous float32 or float64 arrays of at most ``length``.
+
+        With ``write``, what the caller changes in a chunk is in the original when the next begins.
+        """
+        ...
+
+
+@lru_cache
+def finite_range(dtype: Any) -> tuple[float, float]:
+    """The least and the largest finite number of a NumPy float type."""
+    limits = np.finfo(dtype)
+    return float(limits.min), float(limits.max)
+
+
+def flat_parts(array: Any) -> list[Flat]:
+    """The coordinates of an array or tensor, or of a list of them, in order.
+
+    Raises:
+        TypeError: something is neither a NumPy array nor a torch tensor of a float type.
+        ValueError: something cannot be written, or has coordinates that share memory.
+    """
+    if isinstance(array, (list, tuple)):
+        members = cast("list[Any]", array)
+        return [part for member in members for part in flat_parts(member)]
+    if isinstance(array, np.ndarray):
+        return [_numpy_run(cast("NDArray[Any]", array))]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return [_torch_run(array, torch)]
+    raise TypeError(f"array must be a NumPy array or a torch tensor, got {type(array).__name__}")
+
+
+def _refuse_overlap(strides: Sequence[int], shape: Sequence[int]) -> None:
+    if any(stride == 0 and length > 1 for stride, length in zip(strides, shape, strict=True)):
+        raise ValueError(f"array must not repeat memory, got strides {tuple(strides)}")
+
+
+def _outermost_first(strides: Sequence[int]) -> list[int]:
+    """The axes in an order that makes every dense layout a contiguous one (channels_last, say)."""
+    return sorted(range(len(strides)), key=lambda axis: -strides[axis])
+
+
+def _numpy_run(array: NDArray[Any]) -> Flat:
+    if array.dtype.kind != "f" or array.dtype.itemsize > 8:
+        raise TypeError(f"array must be of type float16, float32 or float64, got {array.dtype}")
+    if not array.flags.writeable:
+        raise ValueError("array must be writable, got a read-only one")
+    array = np.asarray(array)  # a matrix, say, has a reshape of its own
+    if not array.flags.c_contiguous:
+        _refuse_overlap(array.strides, array.shape)
+        ordered = array.transpose(_outermost_first(array.strides))
+        array = ordered if ordered.flags.c_contiguous else array
+    return _NumpyRun(array.reshape(-1) if array.flags.c_contiguous else array)
+
+
+class _NumpyRun:
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array = array
+        # Native 32 and 64-bit numbers are changed where they are; others go through a copy.
+        self._direct = array.flags.carray and array.dtype in _DIRECT
+
+    @property
+    def size(self) -> int:
+        return self._array.size
+
+    def chunks(self, length: int, start: int, stop: int, *, write: bool) -> Generator[Floats]:
+        run: Any = self._array if self._array.ndim == 1 else self._array.flat
+        for first in range(start, stop, length):
+            place = slice(first, min(stop, first + length))
+            if self._direct:
+                yield run[place]
+                continue
+            copy = run[place].astype(np.float64)
+            yield copy
+            if write:
+                run[place] = np.clip(copy, *finite_range(self._array.dtype))
+
+
+def _torch_run(tensor: Any, torch: Any) -> Flat:
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    strided = tensor.layout == torch.strided
+    if strided and tensor.is_cpu and tensor.dtype in (torch.float16, torch.float32, torch.float64):
+        return _numpy_run(tensor.numpy())
+    if not (strided and tensor.is_floating_point()):
+        raise TypeError(
+            f"array must be dense and of a floating-point type, got {tensor.dtype} "
+            f"in layout {tensor.layout}"
+        )
+    _refuse_overlap(tensor.stride(), tensor.shape)
+    ordered = tensor.permute(_outermost_first(tensor.stride()))
+    return _TorchRun(ordered.view(-1) if ordered.is_contiguous() else tensor, torch)
+
+
+class _TorchRun:
+    """A tensor whose numbers NumPy does not have, or cannot reach."""
+
+    def __init__(self, tensor: Any, torch: Any) -> None:
+        self._tensor, self._torch = tensor, torch
+
+    @property
+    def size(self) -> int:
+        return self._tensor.numel()
+
+    def chunks(self, length: int, start: int, stop: int, *, write: bool) -> Generator[Floats]:
+        limits = self._torch.finfo(self._tensor.dtype)
+        for first in range(start, stop, length):
+            place = slice(first, min(stop, first + length))
+            copy: Any = self._read(place).cpu().to(self._torch.float64).numpy()
+            yield copy
+            if write:
+                clipped = self._torch.from_numpy(np.clip(copy, limits.min, limits.max))
+                self._write(place, clipped.to(self._tensor.dtype).to(self._tensor.device))
+
+    def _read(self, place: slice) -> Any:
+        if self._tensor.dim() == 1:
+            return self._tensor[place]
+        return self._tensor.take(self._indices(place))
+
+    def _write(self, place: slice, piece: Any) -> None:
+        if self._tensor.dim() == 1:
+            self._tensor[place] = piece
+        else:
+            self._tensor.put_(self._indices(place), piece)
+
+    def _indices(self, place: slice) -> Any:
+        return self._torch.arange(place.start, place.stop, device=self._tensor.device)
