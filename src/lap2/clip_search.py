@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,6 +12,9 @@ from lap2 import _validate
 from lap2.accountant import Accountant
 from lap2.calibration import CalibrationError, Target, calibrate_noise
 from lap2.mechanism import Laplace, SingleGroup
+
+if TYPE_CHECKING:
+    from lap2.noise import Sampler
 
 __all__ = [
     "ClipSearch",
@@ -262,7 +265,7 @@ def clip_from_private_norms(
     noise_multiplier: float,
     rounds: int,
     accountant: Accountant,
-    rng: np.random.Generator,
+    sampler: "Sampler | None" = None,
 ) -> float:
     """A noisy quantile of per-example gradient norms of **private** data, its cost accounted.
 
@@ -278,10 +281,11 @@ def clip_from_private_norms(
         noise_multiplier: Laplace scale over that sensitivity, per round.
         rounds: number of releases.
         accountant: is charged ``rounds`` unsampled one-dimensional Laplace releases.
-        rng: source of the noise. An ordinary generator is for experiments only.
+        sampler: the noise; by default :class:`lap2.noise.SecureLaplace`, whose rounding is part of
+            what is charged.
 
     Formal guarantee:
-        What the accountant reports, for ideal Laplace noise.
+        What the accountant reports, if the sampler is a secure one.
     """
     values = _norms(norms)
     q = _validate.open_probability("quantile", quantile)
@@ -290,12 +294,19 @@ def clip_from_private_norms(
     count = _validate.integer("rounds", rounds, least=1)
     if not bottom < top:
         raise ValueError(f"high must be above low, got {high!r} <= {low!r}")
-    accountant.compose(Laplace(noise, 1), sampling_prob=1.0, steps=count)
-    scale = noise * max(q, 1 - q)
+    from lap2 import noise as samplers  # noqa: PLC0415 - needs cryptography, which is slow to load
+
+    source = samplers.SecureLaplace() if sampler is None else sampler
+    moves = max(q, 1 - q)
+    charged = samplers.accounted_noise_multiplier(
+        source, scale=noise * moves, max_grad_norm=moves, size=1
+    )
+    accountant.compose(Laplace(charged, 1), sampling_prob=1.0, steps=count)
     for _ in range(count):
         threshold = math.sqrt(bottom * top)
-        centred = np.count_nonzero(values <= threshold) - q * values.size
-        if centred + rng.laplace(scale=scale) < 0:
+        centred = np.array([np.count_nonzero(values <= threshold) - q * values.size])
+        source.add(centred, noise * moves)
+        if centred[0] < 0:
             bottom = threshold
         else:
             top = threshold
