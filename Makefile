@@ -25,6 +25,8 @@ unit: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/accountant.py
 	$(BIN)/python benchmarks/calibration.py
+	$(BIN)/python benchmarks/noise.py --sizes 10000 10000000
+	$(BIN)/python benchmarks/step.py
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
