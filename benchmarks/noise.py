@@ -61,15 +61,24 @@ TARGETS = (
 )
 
 
-def seconds(call: Call, *, at_least: float = 0.05) -> float:
-    """Mean time of one call, repeated until the clock has something to measure."""
-    repeats, start = 0, time.perf_counter()
-    while True:
+def seconds(call: Call, *, at_least: float = 0.1) -> float:
+    """Median time of one call, repeated until the clock has something to measure."""
+    times: list[float] = []
+    while sum(times) < at_least:
+        start = time.perf_counter()
         call()
-        repeats += 1
-        elapsed = time.perf_counter() - start
-        if elapsed >= at_least:
-            return elapsed / repeats
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measured_round(calls: dict[str, Call], first: int) -> dict[str, float]:
+    """All contestants once, beginning with another one each time.
+
+    torch's threads go on spinning for a while after they have finished, and slow whoever is next.
+    """
+    names = list(calls)
+    start = first % len(names)
+    return {name: seconds(calls[name]) for name in names[start:] + names[:start]}
 
 
 def peak_megabytes(call: Call) -> float:
@@ -94,7 +103,7 @@ def report(size: int, count: int) -> list[str]:
     for call in calls.values():
         call()  # compiles, imports, touches the memory
     memory = {name: peak_megabytes(call) for name, call in calls.items()}
-    rounds = [{name: seconds(call) for name, call in calls.items()} for _ in range(count)]
+    rounds = [measured_round(calls, first) for first in range(count)]
     for name in calls:
         median = statistics.median(r[name] for r in rounds)
         print(

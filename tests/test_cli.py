@@ -136,6 +136,24 @@ def test_impossible_target_exits_with_two():
     assert "clip_min must be at most" in " ".join(result.output.replace("│", " ").split())
 
 
+def test_version_and_unwritable_folder():
+    assert invoke("--version").output.strip() == f"lap2 {lap2.__version__}"
+    assert invoke("figure", "volume", "--folder", "/dev/null/x", "--scale", "small").exit_code == 2
+    bad = invoke("train", "--denoise", "magic")
+    assert bad.exit_code == 2
+    assert "--denoise must be auto, none or a number" in " ".join(bad.output.split())
+
+
+def test_plan_prints_noise_that_meets_the_target():
+    """Rounded up: what is printed can be used."""
+    data = ["--dataset-size", "1000", "--batch-size", "1000", "--epochs", "1", "--dimension", "1"]
+    output = invoke("plan", *data, "--epsilon", "1", "--delta", "1e-10").output
+    line = next(line for line in output.splitlines() if line.startswith("│ laplace "))
+    noise = float(line.split("│")[2])
+    run = lap2.Accountant().compose(lap2.Laplace(noise, 1), sampling_prob=1.0)
+    assert run.get_epsilon(1e-10) <= 1
+
+
 def test_figure_writes_three_files(tmp_path):
     result = invoke("figure", "volume", "--folder", str(tmp_path), "--scale", "small")
     assert result.exit_code == 0

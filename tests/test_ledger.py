@@ -73,6 +73,8 @@ def test_every_flipped_character_is_detected(accountant, tmp_path):
         (lambda d: d.pop("sha256"), "integrity check"),
         (lambda d: d.update(version=2), "version must be 1, got 2"),
         (lambda d: d.update(format="other"), '"format": "lap2-ledger"'),
+        (lambda d: d.update(adjacency="replace one record"), "adjacency must be 'add/remove"),
+        (lambda d: d.update(sampling="shuffled"), "sampling must be 'Poisson'"),
     ],
 )
 def test_tampering_is_refused(accountant, edit, message):

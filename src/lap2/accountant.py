@@ -161,7 +161,7 @@ class Accountant:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """An accountant from :meth:`to_json`'s text; corrupt or edited text is refused."""
+        """An accountant from :meth:`to_json`'s text; text that fails its checksum is refused."""
         accountant = cls()
         for entry in ledger.loads(text):
             accountant.compose(

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lap2 import __version__
 from lap2.accountant import Accountant, Answer
 from lap2.bracket import Bracket
 from lap2.bracket import bracket as enclose
@@ -33,6 +34,8 @@ from lap2.mechanism import (
 from lap2.planner import plan, steps_for
 
 T = TypeVar("T")
+
+_FIGURES = "volume, noise-vs-epsilon, privacy-walls, clip-vs-epsilon, bounds, regimes, or all."
 
 app = typer.Typer(
     help="Differential privacy with Laplace noise and l2 clipping.",
@@ -91,6 +94,15 @@ def _parse_number(text: str) -> float:
         raise typer.BadParameter(f"must be a number, got {text!r}") from None
 
 
+def _parse_denoise(text: str) -> str | float:
+    try:
+        return text if text in {"auto", "none"} else float(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"--denoise must be auto, none or a number, got {text!r}"
+        ) from None
+
+
 def _number(about: str) -> Any:
     """An option that takes a number and, unlike the default one, repeats a bad value."""
     return typer.Option(parser=_parse_number, metavar="NUMBER", help=about)
@@ -121,8 +133,17 @@ OptionalSize = Annotated[int | None, _integer("Number of records.")]
 OptionalBatch = Annotated[int | None, _integer("Expected number of records in a step.")]
 OptionalEpochs = Annotated[float | None, _number("Passes over the data.")]
 Delta = Annotated[float, _number("Target delta, strictly between 0 and 1.")]
-Epsilon = Annotated[float, _number("Target epsilon, at least 0.")]
+Epsilon = Annotated[float, _number("Target epsilon.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"lap2 {__version__}")
+        raise typer.Exit
 
 
 @app.command()
@@ -244,7 +265,7 @@ def plan_command(
     for option in result.options:
         table.add_row(
             option.name if option.is_guarantee else f"{option.name} [red](no guarantee)[/]",
-            f"{option.noise_multiplier:.5g}",
+            _up(option.noise_multiplier),
             f"{option.noise_to_signal:.4g}",
             f"{option.denoised_noise_to_signal:.4g}",
             f"{option.effective_variance:.4g}",
@@ -321,7 +342,10 @@ def optimize(
 
 @app.command()
 def figure(
-    name: Annotated[str, typer.Argument(help="Name of the figure, or all.")],
+    name: Annotated[
+        str,
+        typer.Argument(help=_FIGURES),
+    ],
     folder: Annotated[Path, typer.Option(help="Where to write PNG, SVG and CSV.")] = Path(
         "figures"
     ),
@@ -367,7 +391,7 @@ def train(
             learning_rate=learning_rate,
             max_grad_norm=max_grad_norm,
             mechanism=mechanism,
-            denoise=denoise if denoise in {"auto", "none"} else _parse_number(denoise),
+            denoise=_parse_denoise(denoise),
             seed=seed,
         )
     )
@@ -382,6 +406,8 @@ def train(
     )
     rows.add_row("bound", f"{statement.bound}; add/remove one record; Poisson sampling")
     rows.add_row("guarantee", "yes" if statement.is_guarantee else "[red]no[/]")
+    for assumption in statement.assumptions:
+        rows.add_row("", f"provided that {assumption}")
     for caveat in statement.caveats:
         rows.add_row("", caveat)
     rows.add_row("folder", str(result.folder))
@@ -434,7 +460,7 @@ def _input_checked(make: Callable[[], T]) -> T:
     """Turn the library's own refusals into usage errors (exit code 2)."""
     try:
         return make()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
@@ -508,7 +534,7 @@ def _order(answer: Answer) -> str:
     if answer.method == "pure":
         return "none needed: pure differential privacy"
     if answer.method == "none":
-        return "none: nothing is spent, or everything"
+        return "none: nothing is spent" if answer.epsilon == 0 else "none: there is no noise"
     return f"lambda = {answer.order:.6g} ({answer.method} conversion of log-moments)"
 
 

@@ -24,6 +24,12 @@ __all__ = ["Entry", "LedgerError", "dumps", "loads", "write_text"]
 
 _FORMAT = "lap2-ledger"
 _VERSION = 1
+_HEADER = {
+    "format": _FORMAT,
+    "version": _VERSION,
+    "adjacency": "add/remove one record",
+    "sampling": "Poisson",
+}
 _TYPES: dict[str, type[Mechanism]] = {
     kind.__name__: kind
     for kind in (Laplace, LaplaceL1, Gaussian, MajorizedLaplace, PublishedLaplace, Joint)
@@ -67,10 +73,7 @@ def dumps(entries: Iterable[Entry]) -> str:
     recomputes it.
     """
     content = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "adjacency": "add/remove one record",
-        "sampling": "Poisson",
+        **_HEADER,
         "entries": [
             {
                 "mechanism": _mechanism_to_json(entry.mechanism),
@@ -102,6 +105,9 @@ def loads(text: str) -> list[Entry]:
             f"ledger version must be {_VERSION}, got {content.get('version')!r}: "
             "was it written by a newer lap2?"
         )
+    for key in ("adjacency", "sampling"):
+        if content.get(key) != _HEADER[key]:
+            raise LedgerError(f"ledger {key} must be {_HEADER[key]!r}, got {content.get(key)!r}")
     digest = content.pop("sha256", None)
     if digest != _digest(content):
         raise LedgerError(

@@ -126,8 +126,8 @@ class PublishedLaplace(_Majorized):
 
     Formal guarantee:
         **None.** The expression lets every coordinate draw its own sample and can under-report
-        epsilon thirty-fold (docs/theory.md, section 4). It is here to reproduce the paper; making
-        one warns, and every answer built on it says ``is_guarantee = False``.
+        epsilon by a factor of 28 and more (docs/theory.md, section 4). It is here to reproduce the
+        paper; making one warns, and every answer built on it says ``is_guarantee = False``.
     """
 
     bound: ClassVar[str] = "published Theorem III.7, NOT a guarantee"

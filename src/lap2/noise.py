@@ -30,6 +30,7 @@ __all__ = [
     "Sampler",
     "SecureLaplace",
     "accounted_noise_multiplier",
+    "new_key",
 ]
 
 Words = NDArray[np.uint64]
@@ -128,7 +129,7 @@ class SecureLaplace:
                 2^29 scales); then nothing has been changed.
             EntropyError: the operating system gave no randomness; then nothing has been changed.
         """
-        return self._add_with_key(array, scale, _new_key())
+        return self._add_with_key(array, scale, new_key())
 
     def _add_with_key(self, array: Any, scale: float, key: bytes) -> float:
         jobs, size, grid = _checked(self._kernel, array, scale)
@@ -207,15 +208,18 @@ class NumpyKernel:
         (taking the platform's logarithm to be right to 2^-50) and than the bits of U that follow
         can matter, which is 1/u.
         """
-        noise[:] = words & _U
+        u = words & _U
+        noise[:] = u
+        margin = u.view(np.float64)  # u is done with: memory that is in the cache is faster
         with np.errstate(divide="ignore", invalid="ignore"):  # u = 0
-            margin = ratio / noise
+            np.divide(ratio, noise, out=margin)
             noise *= 2.0**-63
             y = np.log(noise, out=noise)
             y *= -ratio
+            middle = y * 2.0**-49
+            margin += middle
             margin += ratio * 2.0**-50
-            margin += y * 2.0**-49
-            middle = np.floor(y)
+            np.floor(y, out=middle)
             middle += 0.5
             y -= middle
         np.abs(y, out=y)
@@ -249,7 +253,8 @@ def _choose_kernel(compiled: bool | None) -> Kernel:
     return cast("Kernel", _noise_compiled)
 
 
-def _new_key() -> bytes:
+def new_key() -> bytes:
+    """256 bits from the operating system, for one use; there is no fallback."""
     try:
         return os.urandom(32)
     except (NotImplementedError, OSError) as error:

@@ -120,6 +120,8 @@ def signal_to_noise(
     batch = _validate.positive("batch_size", batch_size)
     count = _validate.integer("steps", steps, least=0)
     fraction = _validate.positive("signal", signal)
+    if not fraction <= 1:
+        raise ValueError(f"signal must be at most 1, the clip itself, got {signal!r}")
     if not isinstance(mechanism, (Laplace, LaplaceL1, Gaussian, MajorizedLaplace)):
         raise TypeError(f"mechanism must be a single group with a guarantee, got {mechanism!r}")
     noise = _validate.positive("noise_multiplier", mechanism.noise_multiplier)

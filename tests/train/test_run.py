@@ -39,6 +39,14 @@ def test_a_run_leaves_everything_about_itself(tmp_path):
     assert list(weights) == list(mnist_cnn().state_dict())
 
 
+def test_a_folder_with_a_ledger_is_not_overwritten(tmp_path):
+    lap2.Accountant().save(tmp_path / "ledger.json")
+    before = (tmp_path / "ledger.json").read_text()
+    with pytest.raises(ValueError, match="folder must be a new one"):
+        run.train(run.Settings(dataset="digits"), tmp_path, progress=False)
+    assert (tmp_path / "ledger.json").read_text() == before
+
+
 @pytest.mark.parametrize("change", [{"dataset": "cifar"}, {"epochs": 0}, {"learning_rate": -1.0}])
 def test_bad_settings_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):

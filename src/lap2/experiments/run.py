@@ -5,7 +5,7 @@
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -63,8 +63,14 @@ def train(settings: Settings, folder: Path, *, progress: bool = True) -> Result:
     The metrics are of the public test set: nothing of the training data is written but what the
     private steps released.
     """
+    if (folder / "ledger.json").exists():
+        raise ValueError(
+            f"folder must be a new one, got {str(folder)!r}: it holds the ledger of another run"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     data = _load(settings.dataset)
+    if data.name != settings.dataset:
+        settings = replace(settings, dataset=data.name, batch_size=min(settings.batch_size, 359))
     torch.manual_seed(settings.seed)
     model = mnist_cnn()
     optimizer = torch.optim.SGD(
@@ -73,12 +79,11 @@ def train(settings: Settings, folder: Path, *, progress: bool = True) -> Result:
     records = TensorDataset(
         torch.from_numpy(data.train_images), torch.from_numpy(data.train_labels)
     )
-    batch_size = min(settings.batch_size, len(records) // 4)
     engine = PrivacyEngine()
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(records, batch_size=batch_size),
+        data_loader=DataLoader(records, batch_size=settings.batch_size),
         target_epsilon=settings.epsilon,
         target_delta=settings.delta,
         epochs=settings.epochs,
@@ -90,7 +95,7 @@ def train(settings: Settings, folder: Path, *, progress: bool = True) -> Result:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, 2 * (1 - step / total))
     )
-    _write_json(folder / "config.json", {**asdict(settings), "dataset": data.name})
+    _write_json(folder / "config.json", asdict(settings))
     started = time.perf_counter()
     history: list[dict[str, float]] = []
     with (folder / "metrics.jsonl").open("w") as log, _bar(progress) as bar:

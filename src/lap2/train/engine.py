@@ -29,8 +29,8 @@ class Statement:
 
     Formal guarantee:
         If ``is_guarantee``, everything released by the optimizer's steps is (epsilon,
-        delta)-differentially private under adding or removing one record. ``caveats`` says why not,
-        or under which assumption.
+        delta)-differentially private under adding or removing one record, provided that the
+        ``assumptions`` hold. ``caveats`` says why it is not a guarantee.
     """
 
     epsilon: float
@@ -38,6 +38,7 @@ class Statement:
     steps: int
     bound: str
     is_guarantee: bool
+    assumptions: tuple[str, ...]
     caveats: tuple[str, ...]
 
 
@@ -54,7 +55,8 @@ class PrivacyEngine:
 
     Formal guarantee:
         :meth:`get_epsilon` is an upper bound for exactly the steps taken: the Poisson sampling
-        done, the noise added, and the sensitivity the noise's own rounding adds.
+        done, the noise added, and the sensitivity the noise's own rounding adds. It assumes that
+        sums of clipped gradients are exact; what float32 rounding does to them is not accounted.
     """
 
     def __init__(self, *, sampler: Sampler | None = None) -> None:
@@ -223,15 +225,13 @@ class PrivacyEngine:
             caveats.append(
                 "the noise comes from an ordinary generator: an experiment, not a release"
             )
-        caveats.append(
-            "float32 sums are taken to be exact; their rounding is not in the sensitivity"
-        )
         return Statement(
             epsilon=self.get_epsilon(delta),
             delta=delta,
             steps=self.accountant.steps,
             bound=step.mechanism.bound,
             is_guarantee=self.accountant.is_guarantee and step.sampler.is_secure,
+            assumptions=("the rounding of float32 sums does not matter",),
             caveats=tuple(caveats),
         )
 

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lap2 import _validate
-from lap2.noise import _new_key as new_key
+from lap2.noise import new_key
 
 __all__ = ["PoissonLoader"]
 
