@@ -12,6 +12,7 @@ import argparse
 import os
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,19 +83,27 @@ def measured_round(calls: dict[str, Call], first: int) -> dict[str, float]:
 
 
 def peak_megabytes(call: Call) -> float:
-    """How far resident memory rises above what it was before the call; NaN except on Linux."""
+    """The most memory a call holds at a time, beyond what was there before.
+
+    Python's and NumPy's memory as traced; torch's only as the rise of resident memory (on Linux).
+    """
 
     def status(field: str) -> float:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
+    tracemalloc.start()
     try:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
         before = status("VmRSS:")
         call()
-        return status("VmHWM:") - before
+        risen = status("VmHWM:") - before
     except OSError:
-        return float("nan")
+        call()
+        risen = 0.0
+    traced = tracemalloc.get_traced_memory()[1] / 2**20
+    tracemalloc.stop()
+    return max(risen, traced)
 
 
 def report(size: int, count: int) -> list[str]:

@@ -71,11 +71,11 @@ def _numpy_run(array: NDArray[Any]) -> Flat:
     if not array.flags.writeable:
         raise ValueError("array must be writable, got a read-only one")
     array = np.asarray(array)  # a matrix, say, has a reshape of its own
-    if not array.flags.c_contiguous:
-        _refuse_overlap(array.strides, array.shape)
-        ordered = array.transpose(_outermost_first(array.strides))
-        array = ordered if ordered.flags.c_contiguous else array
-    return _NumpyRun(array.reshape(-1) if array.flags.c_contiguous else array)
+    if array.flags.c_contiguous:
+        return _NumpyRun(array.reshape(-1))
+    _refuse_overlap(array.strides, array.shape)
+    ordered = array.transpose(_outermost_first(array.strides))
+    return _NumpyRun(ordered.reshape(-1) if ordered.flags.c_contiguous else array)
 
 
 class _NumpyRun:

@@ -20,8 +20,8 @@ __all__ = ["add", "draw", "fits"]
 
 _LN2 = math.log(2.0)
 _SIGN = -(1 << 63)
-_MANTISSA = (1 << 52) - 1
-_SQRT2 = int(np.float64(math.sqrt(2.0)).view(np.int64)) & _MANTISSA
+_EXPONENT = 0x7FF << 52
+_SQRT_HALF = int(np.float64(math.sqrt(0.5)).view(np.int64))
 # The bits of 2^52 and 2^84. An integer below 2^32 or-ed into them adds itself, or 2^32 of itself:
 # how to make floats of integers with vector instructions that every processor has.
 _2_TO_52 = 0x433 << 52
@@ -63,11 +63,10 @@ def _draw(words, ratio, noise):
         word = np.int64(words[i])
         high, low = (word >> 32) & 0x7FFFFFFF, word & 0xFFFFFFFF
         u = _bits((_float(high | _2_TO_84) - (2.0**84 + 2.0**52)) + _float(low | _2_TO_52))
-        mantissa = u & _MANTISSA
-        carry = np.int64(mantissa > _SQRT2)
-        e = _float(((u >> 52) + carry) | _2_TO_52) - (2.0**52 + 1023 + 63)
-        f = _float(mantissa | ((1023 - carry) << 52))
-        unknown = _float((2046 - (u >> 52)) << 52)
+        octaves = u - _SQRT_HALF  # above sqrt(1/2), in the bits of the exponent
+        e = _float(((octaves >> 52) & 0x7FF) | _2_TO_52) - (2.0**52 + 63)
+        f = _float(u - (octaves & (_SIGN | _EXPONENT)))
+        unknown = _float((2046 << 52) - (u & _EXPONENT))
         z = (f - 1.0) / (f + 1.0)
         s = z * z
         p = 1 / 19
@@ -79,13 +78,12 @@ def _draw(words, ratio, noise):
         p = p * s + 1 / 7
         p = p * s + 1 / 5
         p = p * s + 1 / 3
-        y = -(e * _LN2 + (2.0 * z + 2.0 * z * (s * p))) * ratio
-        magnitude = np.floor(y)
+        y = (e * _LN2 + (2.0 * z + 2.0 * z * (s * p))) * -ratio
+        middle = np.floor(y) + 0.5
         margin = y * 2.0**-50 + ratio * (2.0**-50 + unknown)
-        decided = min(y - magnitude, 1.0 - (y - magnitude)) > margin
+        decided = abs(y - middle) < 0.5 - margin
         undecided += np.int64(not decided)
-        signed = _float(_bits(magnitude + 0.5) | (word & _SIGN))
-        noise[i] = signed if decided else np.nan
+        noise[i] = _float(_bits(middle) | (word & _SIGN)) if decided else np.nan
     return undecided
 
 

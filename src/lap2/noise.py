@@ -328,10 +328,9 @@ class _KeyedNoise:
         stream = self._encryptor(word // 2)  # a block of the cipher has two words
         if word % 2:
             stream.update(bytes(8))
-        scratch = np.empty(min(_CHUNK, stop - start))
         for values in part.chunks(_CHUNK, start, stop, write=True):
             words = np.frombuffer(stream.update(_ZEROS[: 8 * values.size]), dtype="<u8")
-            noise = scratch[: values.size]
+            noise = np.empty(values.size)
             for index in self._kernel.draw(words, self._ratio, noise).tolist():
                 noise[index] = self._refined(int(words[index]), word + index)
             self._kernel.add(values, noise, self._grid)

@@ -24,16 +24,19 @@ __all__ = ["Result", "Settings", "train"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of. The defaults are the paper's CNN on MNIST at (1, 1e-5)."""
+    """What a run is made of. The defaults are the paper's CNN on MNIST at (1, 1e-5).
+
+    Batch size, rate and clip were chosen among nine settings on the last 5,000 training images.
+    """
 
     dataset: str = "mnist"
     epsilon: float = 1.0
     delta: float = 1e-5
-    epochs: int = 15
+    epochs: int = 20
     batch_size: int = 1024
-    learning_rate: float = 0.3
+    learning_rate: float = 2.0
     momentum: float = 0.9
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 0.1
     mechanism: str = "laplace"
     denoise: str | float = "auto"
     seed: int = 0
