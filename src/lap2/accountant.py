@@ -207,7 +207,7 @@ class Accountant:
             return 0.0, math.inf, "none"
         moments = SampledMoments(releases)
         if moments.curvature == math.inf:
-            return pure, math.inf, "none"
+            return pure, math.inf, "pure" if pure < math.inf else "none"
         epsilon, order = smallest_epsilon(moments, delta, conversion=conversion, pure=pure)
         return (epsilon, order, conversion) if epsilon < pure else (pure, math.inf, "pure")
 

@@ -425,3 +425,46 @@ def test_an_abandoned_batch_does_not_leak_into_the_next():
         break
     for key, value in engine._step._sums.items():
         torch.testing.assert_close(value, before[key])
+
+
+def test_a_batch_allows_one_step_and_the_refused_one_changes_nothing():
+    """Two releases of one sample would cost more than the two independent ones in the ledger."""
+    x, y = torch.randn(12, 3), torch.randn(12, 1)
+    for pieces in (None, 5):
+        engine, model, optimizer, loader = private(
+            nn.Linear(3, 1), x, y, batch_size=12, max_physical_batch_size=pieces
+        )
+        with pytest.raises(BookkeepingError, match="one step"):
+            optimizer.step()  # before any batch
+        for a, b in loader:
+            (model(a) - b).pow(2).mean().backward()
+            optimizer.step()
+            before = engine.accountant.to_json(), copy.deepcopy(engine._step._sums)
+            weights = model.weight.detach().clone()
+            (model(a) - b).pow(2).mean().backward()
+            with pytest.raises(BookkeepingError, match="one step"):
+                optimizer.step()
+            assert engine.accountant.to_json() == before[0]
+            torch.testing.assert_close(engine._step._sums, before[1])
+            assert torch.equal(weights, model.weight)
+        assert engine.accountant.steps == 1
+
+
+def test_what_was_recorded_on_a_batch_without_a_step_is_forgotten():
+    torch.manual_seed(8)
+    x, y = torch.randn(12, 3), torch.randn(12, 1)
+    _, model, optimizer, loader = private(nn.Linear(3, 1), x, y, batch_size=12)
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+    for _ in range(3):  # backward, but no step
+        for a, b in loader:
+            (1e6 * (model(a) - b)).pow(2).mean().backward()
+    for a, b in loader:
+        (model(a) - b).pow(2).mean().backward()
+        optimizer.step()
+    moved = {k: v - start[k] for k, v in model.state_dict().items()}
+    model.load_state_dict(start)
+    for a, b in loader:
+        (model(a) - b).pow(2).mean().backward()
+        optimizer.step()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value - start[key], moved[key])

@@ -92,7 +92,8 @@ class PrivacyEngine:
             max_grad_norm: the clip C; or a list of clips, one for each optimizer parameter group.
             mechanism: "laplace", "gaussian" or "laplace-l1" (clips l1 norms).
             denoise: "auto", "none" or tau; Laplace noise only. See :class:`lap2.train.Denoiser`.
-            loss_reduction: how the loss reduces over the batch; checked on the first batch.
+            loss_reduction: how the loss reduces over the batch. It must be a mean or sum of losses
+                of single examples: this cannot be checked, and no epsilon holds for another.
             max_physical_batch_size: larger batches come in pieces with the same result.
             poisson_sampling: False keeps the loader as it is, and then no epsilon is ever claimed.
             channels_last: store the weights of 2-d convolutions that way, which makes them faster.

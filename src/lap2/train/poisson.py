@@ -3,7 +3,7 @@
 # pyright: basic
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +56,9 @@ class PoissonLoader:
             _validate.integer("max_physical_batch_size", max_physical_batch_size, least=1)
         self.max_physical_batch_size = max_physical_batch_size
         self.ends_batch = True
-        self.batches_begun = 0
+        self.batches_begun = self.pieces_begun = 0
+        self.before_piece: Callable[[], None] = lambda: None
+        """Called before each piece is handed out, so that nothing of the last one is left over."""
         self.piece_size = 0
         self._size = len(dataset)  # type: ignore[arg-type]
         self._threshold = min(int(self.sampling_prob * 2**64), 2**64 - 1)
@@ -94,7 +96,9 @@ class PoissonLoader:
 
     def _hand_out(self, piece: _Piece) -> None:
         """Let the step know what is being yielded."""
+        self.before_piece()
         self.batches_begun += piece.begins
+        self.pieces_begun += 1
         self.ends_batch, self.piece_size = piece.ends, piece.index.size
 
     def _from_tensors(self, dataset: TensorDataset) -> Iterator[Any]:

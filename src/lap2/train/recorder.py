@@ -158,7 +158,7 @@ class Recorder:
                     "where per-example gradients cannot be seen: use it through its own module, "
                     "or freeze it"
                 )
-            ours = found[id(param)].weighted_sum(torch.ones(batch, dtype=truth.dtype))
+            ours = found[id(param)].weighted_sum(truth.new_ones(batch))
             scale = truth.abs().max()
             if scale.isfinite() and not (ours - truth).abs().max() <= 1e-2 * scale + 1e-6:
                 raise BookkeepingError(

@@ -141,7 +141,9 @@ class PrivateStep:
         self._accountant, self._prob = accountant, sampling_prob
         self._params = [p for group in plan.groups for p in group]
         self._sums: dict[int, Tensor] = {}
-        self._batch_id = -1
+        self._batch_id, self._last_piece = -1, 0
+        if loader is not None:
+            loader.before_piece = recorder.discard
 
     @torch.no_grad()
     def advance(self) -> bool:
@@ -151,6 +153,12 @@ class PrivateStep:
             Whether there is a gradient to step with: False between the pieces of a batch.
         """
         loader = self.loader
+        if loader is not None and loader.pieces_begun == self._last_piece:
+            self._recorder.discard()
+            raise BookkeepingError(
+                "each batch that the loader yields allows one step: a second one would release the "
+                "same sample again, while the ledger counts on a fresh one"
+            )
         if loader is not None and loader.batches_begun != self._batch_id:
             self._sums.clear()  # of a batch that was given up before its end
             self._batch_id = loader.batches_begun
@@ -160,6 +168,8 @@ class PrivateStep:
                 "a step must be taken on the batch that the loader yielded, of "
                 f"{loader.piece_size} records; the recorded one has {recorded.batch}"
             )
+        if loader is not None:
+            self._last_piece = loader.pieces_begun
         if recorded.batch:
             self._accumulate(recorded)
         if loader is not None and not loader.ends_batch:
