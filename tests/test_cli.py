@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 import lap2
-from lap2.cli import _up, app
+from lap2.cli import app
+from lap2.cli.show import rounded_up
 
 RUN = ["--noise-multiplier", "1", "--sampling-prob", "0.0043", "--steps", "5860"]
 
@@ -163,7 +164,7 @@ def test_figure_writes_three_files(tmp_path):
 
 def test_printed_numbers_are_still_bounds():
     for value in (1.966460001, 0.311331234, 9.99999999, 1e-5, 123456.5, 2.0, 1e-300):
-        assert value <= float(_up(value)) <= value * (1 + 1.1e-5)
+        assert value <= float(rounded_up(value)) <= value * (1 + 1.1e-5)
 
 
 def test_readme_shows_the_real_output(request):

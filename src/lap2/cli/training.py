@@ -1,0 +1,71 @@
+"""Private training from the command line: ``train``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lap2.cli.options import Delta, Epsilon, input_checked, integer, number
+from lap2.cli.show import rounded_up
+
+
+def train(
+    *,
+    dataset: Annotated[str, typer.Option(help="mnist or digits.")] = "mnist",
+    epsilon: Epsilon = 1.0,
+    delta: Delta = 1e-5,
+    epochs: Annotated[int, integer("Passes over the data.")] = 20,
+    batch_size: Annotated[int, integer("Expected number of records in a step.")] = 1024,
+    learning_rate: Annotated[float, number("Of SGD with momentum 0.9; decays.")] = 2.0,
+    max_grad_norm: Annotated[float, number("The clip C.")] = 0.1,
+    mechanism: Annotated[str, typer.Option(help="laplace, gaussian or laplace-l1.")] = "laplace",
+    denoise: Annotated[str, typer.Option(help="auto, none or a number tau.")] = "auto",
+    seed: Annotated[int, integer("Of the initial weights.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Where to leave the run.")] = Path("runs/mnist"),
+) -> None:
+    """Train the paper's CNN privately and leave a report."""
+    from lap2.experiments.run import Settings  # noqa: PLC0415 - torch is optional
+    from lap2.experiments.run import train as run  # noqa: PLC0415
+
+    settings = input_checked(
+        lambda: Settings(
+            dataset=dataset,
+            epsilon=epsilon,
+            delta=delta,
+            epochs=epochs,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            max_grad_norm=max_grad_norm,
+            mechanism=mechanism,
+            denoise=_parse_denoise(denoise),
+            seed=seed,
+        )
+    )
+    result = input_checked(lambda: run(settings, folder))
+    statement = result.statement
+    rows = Table.grid(padding=(0, 2))
+    rows.add_row(
+        "[bold]test accuracy[/]", f"[bold]{result.test_accuracy:.2%}[/] ({result.dataset})"
+    )
+    rows.add_row(
+        "[bold]epsilon[/]", f"[bold]{rounded_up(statement.epsilon)}[/] at delta {statement.delta:g}"
+    )
+    rows.add_row("bound", f"{statement.bound}; add/remove one record; Poisson sampling")
+    rows.add_row("guarantee", "yes" if statement.is_guarantee else "[red]no[/]")
+    for assumption in statement.assumptions:
+        rows.add_row("", f"provided that {assumption}")
+    for caveat in statement.caveats:
+        rows.add_row("", caveat)
+    rows.add_row("folder", str(result.folder))
+    Console().print(rows)
+
+
+def _parse_denoise(text: str) -> str | float:
+    try:
+        return text if text in {"auto", "none"} else float(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"--denoise must be auto, none or a number, got {text!r}"
+        ) from None
