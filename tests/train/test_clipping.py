@@ -323,21 +323,25 @@ def test_accounting_is_for_what_was_done():
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
-def test_per_group_clips_are_a_joint_release():
+@pytest.mark.parametrize("by", ["group", "layer"])
+def test_several_clips_are_a_joint_release(by):
     torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
     engine = PrivacyEngine(sampler=Off())
-    optimizer = torch.optim.SGD(
-        [{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=1.0
-    )
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+    optimizer = torch.optim.SGD(groups if by == "group" else model.parameters(), lr=1.0)
     loader = DataLoader(TensorDataset(torch.randn(8, 6), torch.randint(0, 3, (8,))), batch_size=8)
     model, optimizer, loader = engine.make_private(
         module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0,
         max_grad_norm=[0.3, 0.4], denoise="none",
     )  # fmt: skip
+    start = [p.detach().clone() for p in model.parameters()]
     for x, y in loader:
-        nn.functional.cross_entropy(model(x), y).backward()
+        nn.functional.cross_entropy(1e6 * model(x), y, reduction="sum").div(8).backward()
         optimizer.step()
+    moved = [8 * (p - q).flatten() for p, q in zip(start, model.parameters(), strict=True)]
+    for clip, layer in ((0.3, moved[:2]), (0.4, moved[2:])):
+        assert 0.1 * clip < torch.cat(layer).norm() <= 8 * clip
     mechanism = engine.accountant.ledger[0].mechanism
     assert isinstance(mechanism, lap2.Joint)
     assert [g.dimension for g in mechanism.groups] == [28, 15]
@@ -349,7 +353,7 @@ def test_per_group_clips_are_a_joint_release():
     [
         ({"noise_multiplier": math.nan}, "noise_multiplier must be"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be"),
-        ({"max_grad_norm": [1.0, 2.0]}, "parameter groups, got 2"),
+        ({"max_grad_norm": [1.0, 2.0]}, "1 layers with trainable parameters, got 2"),
         ({"mechanism": "cauchy"}, "mechanism must be one of"),
         ({"denoise": "magic"}, "denoise must be one of"),
         ({"loss_reduction": "max"}, "loss_reduction must be one of"),

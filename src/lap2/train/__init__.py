@@ -1,17 +1,23 @@
 """Private training with PyTorch. Needs ``lap2[train]``."""
 
+from lap2.train.budget import BudgetExhaustedError
+from lap2.train.checkpoint import CheckpointError
 from lap2.train.denoise import Denoiser
 from lap2.train.engine import PrivacyEngine, Statement
 from lap2.train.layers import UnsupportedModuleError
 from lap2.train.poisson import PoissonLoader
 from lap2.train.recorder import BookkeepingError, Recorder
+from lap2.train.saving import Resumed
 
 __all__ = [
     "BookkeepingError",
+    "BudgetExhaustedError",
+    "CheckpointError",
     "Denoiser",
     "PoissonLoader",
     "PrivacyEngine",
     "Recorder",
+    "Resumed",
     "Statement",
     "UnsupportedModuleError",
 ]

@@ -2,8 +2,10 @@
 
 # pyright: basic
 
+import os
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,12 +14,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lap2 import _validate
 from lap2.accountant import Accountant
-from lap2.calibration import calibrate_noise
+from lap2.calibration import Target, calibrate_noise
 from lap2.noise import Sampler, SecureLaplace
 from lap2.train.baseline import OrdinaryGaussian
+from lap2.train.budget import Budget
 from lap2.train.denoise import Denoiser
+from lap2.train.distributed import World
 from lap2.train.poisson import PoissonLoader
 from lap2.train.recorder import Recorder
+from lap2.train.saving import Resumed, Saver
 from lap2.train.step import Clip, MechanismName, PrivateStep, ReleasePlan, make_step_private
 
 __all__ = ["PrivacyEngine", "Statement"]
@@ -64,6 +69,7 @@ class PrivacyEngine:
         self.accountant = Accountant()
         self._sampler = sampler
         self._step: PrivateStep | None = None
+        self._saver: Saver | None = None
 
     def make_private(
         self,
@@ -89,7 +95,9 @@ class PrivacyEngine:
                 sampling probability.
             noise_multiplier: b / C (sigma / C for Gaussian noise). With several clips, b over the
                 root of the sum of their squares.
-            max_grad_norm: the clip C; or a list of clips, one for each optimizer parameter group.
+            max_grad_norm: the clip C; or a list of clips, one for each optimizer parameter group
+                or one for each layer with trainable parameters, in the order of
+                ``module.modules()``.
             mechanism: "laplace", "gaussian" or "laplace-l1" (clips l1 norms).
             denoise: "auto", "none" or tau; Laplace noise only. See :class:`lap2.train.Denoiser`.
             loss_reduction: how the loss reduces over the batch. It must be a mean or sum of losses
@@ -136,18 +144,20 @@ class PrivacyEngine:
         """
         count = _validate.integer("epochs", epochs, least=1)
         plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism)
-        prob, per_epoch = _schedule(data_loader)
+        world = World.current()
+        prob, per_epoch = _schedule(data_loader, world)
         sampler = self._sampler or _default_sampler(mechanism)
         template = plan.describe(1.0, 0.0)
+        target = Target(target_epsilon, target_delta)
         wanted = calibrate_noise(
             template,
-            epsilon=target_epsilon,
-            delta=target_delta,
+            epsilon=target.epsilon,
+            delta=target.delta,
             sampling_prob=prob,
             steps=count * per_epoch,
         )
-        scale = plan.scale_for(wanted, template, sampler)
-        return self._attach(
+        scale = plan.scale_for(wanted, template, sampler, world)
+        made = self._attach(
             plan,
             data_loader,
             scale,
@@ -157,6 +167,8 @@ class PrivacyEngine:
             poisson_sampling=True,
             channels_last=channels_last,
         )
+        self.set_budget(epsilon=target.epsilon, delta=target.delta)
+        return made
 
     def _attach(
         self,
@@ -173,7 +185,8 @@ class PrivacyEngine:
         if self._step is not None:
             raise RuntimeError("this engine already has a model; make another engine for another")
         _validate.choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        prob, steps = _schedule(data_loader)
+        world = World.current()
+        prob, steps = _schedule(data_loader, world)
         sampler = self._sampler or _default_sampler(plan.mechanism)
         loader = (
             PoissonLoader(
@@ -182,24 +195,31 @@ class PrivacyEngine:
                 steps=steps,
                 max_physical_batch_size=max_physical_batch_size,
                 loader=data_loader,
+                shard=(world.rank, world.size),
             )
             if poisson_sampling
             else data_loader
         )
         if channels_last:
             _store_channels_last(plan.module)
+        shapes = [(name, tuple(t.shape)) for name, t in plan.module.state_dict().items()]
+        size = len(data_loader.dataset)  # type: ignore[arg-type]
+        world.same("model, data set size, noise scale and clips", (shapes, size, scale, plan.clips))
+        world.copy_from_first([*plan.module.parameters(), *plan.module.buffers()])
         self._step = PrivateStep(
             plan=plan,
             recorder=Recorder(plan.module),
             loader=loader if isinstance(loader, PoissonLoader) else None,
             sampler=sampler,
             scale=scale,
-            divisor=prob * len(data_loader.dataset),  # type: ignore[arg-type]
+            divisor=prob * size,
             denoiser=denoiser,
             loss_reduction=loss_reduction,
             accountant=self.accountant,
             sampling_prob=prob,
+            world=world,
         )
+        self._saver = Saver(plan, self._step, self.accountant, world)
         make_step_private(plan.optimizer, self._step)
         return plan.module, plan.optimizer, loader
 
@@ -218,10 +238,8 @@ class PrivacyEngine:
 
     def statement(self, delta: float) -> Statement:
         """Everything that may be said of the run so far."""
-        step = self._step
+        step, _ = self._attached()
         caveats: list[str] = []
-        if step is None:
-            raise RuntimeError("call make_private or make_private_with_epsilon first")
         if not step.sampler.is_secure:
             caveats.append(
                 "the noise comes from an ordinary generator: an experiment, not a release"
@@ -236,6 +254,79 @@ class PrivacyEngine:
             caveats=tuple(caveats),
         )
 
+    def set_budget(self, *, epsilon: float, delta: float) -> None:
+        """Refuse from now on any step that would exceed this target, before its batch is drawn.
+
+        :meth:`make_private_with_epsilon` sets its own target.
+
+        Raises:
+            BudgetExhaustedError: not even one step fits. Later, loader and optimizer raise it.
+        """
+        step, _ = self._attached()
+        step.budget = Budget(
+            Target(epsilon, delta), self.accountant, step.mechanism, step.sampling_prob
+        )
+
+    @property
+    def remaining_steps(self) -> int | None:
+        """How many more steps the budget allows; None without a budget."""
+        budget = self._attached()[0].budget
+        return None if budget is None else budget.remaining_steps
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        scheduler: Any = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """Write everything that is needed to go on: atomically, and without any random key.
+
+        The checkpoint that was at ``path`` stays beside it, as ``path`` + ".previous". From the
+        first call on, each step is also written to a journal in the same folder before its noise
+        is drawn; call this once before the first step. Several processes call it together.
+
+        Formal guarantee:
+            After a crash at any moment, :meth:`load` enters in the ledger every step that was
+            released, and at most one that was not.
+
+        Args:
+            path: a file; all checkpoints of a run must be in one folder.
+            scheduler: anything with a ``state_dict``.
+            extra: plain values of yours, given back by :meth:`load`.
+        """
+        self._attached()[1].save(Path(path), scheduler, extra or {})
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        scheduler: Any = None,
+        fall_back: bool = False,
+        journal_lost: bool = False,
+    ) -> Resumed:
+        """Go on from a checkpoint, into a model, optimizer and loader made private as before.
+
+        Either everything is loaded or, if anything is refused, nothing is changed.
+
+        Args:
+            path: given to :meth:`save`.
+            scheduler: the one given to :meth:`save`, made anew.
+            fall_back: use the checkpoint before, if this one is corrupt. No step is forgotten.
+            journal_lost: state that no step was taken after the checkpoint was written; needed
+                when there is no journal beside it, or a corrupt one.
+
+        Raises:
+            CheckpointError: the file is corrupt, or of another model, optimizer or privacy setting.
+        """
+        saver = self._attached()[1]
+        return saver.load(Path(path), scheduler, fall_back=fall_back, journal_lost=journal_lost)
+
+    def _attached(self) -> tuple[PrivateStep, Saver]:
+        if self._step is None or self._saver is None:
+            raise RuntimeError("call make_private or make_private_with_epsilon first")
+        return self._step, self._saver
+
     @property
     def skipped_examples(self) -> int:
         """How many examples had a gradient that was not finite, and so contributed nothing."""
@@ -246,7 +337,7 @@ def _default_sampler(mechanism: str) -> Sampler:
     return OrdinaryGaussian() if mechanism == "gaussian" else SecureLaplace()
 
 
-def _schedule(loader: DataLoader) -> tuple[float, int]:
+def _schedule(loader: DataLoader, world: World) -> tuple[float, int]:
     """Sampling probability and steps of one pass, from the loader's public settings."""
     if not isinstance(loader, DataLoader):
         raise TypeError(f"data_loader must be a torch DataLoader, got {type(loader).__name__}")
@@ -255,11 +346,13 @@ def _schedule(loader: DataLoader) -> tuple[float, int]:
     if loader.batch_size is None:
         raise ValueError("data_loader must have a batch_size, got None")
     size = len(loader.dataset)  # type: ignore[arg-type]
-    if not 1 <= loader.batch_size <= size:
+    batch = loader.batch_size * world.size
+    if not 1 <= batch <= size:
         raise ValueError(
-            f"data_loader must have a batch_size in [1, {size}], got {loader.batch_size}"
+            f"data_loader must have a batch_size between 1 and {size // world.size} in each of "
+            f"{world.size} processes, got {loader.batch_size}"
         )
-    return loader.batch_size / size, -(-size // loader.batch_size)
+    return batch / size, -(-size // batch)
 
 
 def _store_channels_last(module: nn.Module) -> None:

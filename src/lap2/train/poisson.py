@@ -37,6 +37,8 @@ class PoissonLoader:
         max_physical_batch_size: larger batches are yielded in pieces; :attr:`ends_batch` says
             whether the piece last yielded was the last of its batch.
         loader: the user's own loader, whose collate function, workers and pinned memory are kept.
+        shard: (rank, size): samples from every size-th record only, beginning with the rank-th.
+            The samples of all ranks together are one Poisson sample.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PoissonLoader:
         steps: int,
         max_physical_batch_size: int | None = None,
         loader: DataLoader | None = None,
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
         """Check the arguments; draws nothing yet."""
         self.dataset = dataset
@@ -57,12 +60,15 @@ class PoissonLoader:
         self.max_physical_batch_size = max_physical_batch_size
         self.ends_batch = True
         self.batches_begun = self.pieces_begun = 0
-        self.before_piece: Callable[[], None] = lambda: None
-        """Called before each piece is handed out, so that nothing of the last one is left over."""
+        self.before_piece: Callable[[bool], None] = lambda begins: None  # noqa: ARG005
+        """Called before each piece is handed out, with whether it begins a batch."""
         self.piece_size = 0
-        self._size = len(dataset)  # type: ignore[arg-type]
+        self.passes = self.position = 0
+        """Whole passes done, and steps taken in the current one."""
+        self._records = np.arange(shard[0], len(dataset), shard[1])  # type: ignore[arg-type]
         self._threshold = min(int(self.sampling_prob * 2**64), 2**64 - 1)
         self._loader = loader
+        self._resumes = False
 
     def __len__(self) -> int:
         """The number of batches in one pass."""
@@ -71,23 +77,40 @@ class PoissonLoader:
     def sample(self) -> np.ndarray:
         """The indices of one Poisson sample."""
         if self.sampling_prob == 1:
-            return np.arange(self._size)
+            return self._records
         stream = Cipher(algorithms.AES(new_key()), modes.CTR(bytes(16))).encryptor()
-        words = np.frombuffer(stream.update(bytes(8 * self._size)), dtype="<u8")
-        return np.flatnonzero(words < np.uint64(self._threshold))
+        words = np.frombuffer(stream.update(bytes(8 * self._records.size)), dtype="<u8")
+        return self._records[np.flatnonzero(words < np.uint64(self._threshold))]
+
+    def state_dict(self) -> dict[str, int]:
+        """How far the passes have come. Nothing about what was or will be sampled."""
+        over = self.position >= self.steps
+        return {"passes": self.passes + over, "position": 0 if over else self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue there: the next pass has only the batches that were left."""
+        self.passes = _validate.integer("passes", state["passes"], least=0)
+        self.position = _validate.integer("position", state["position"], least=0)
+        self._resumes = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of one pass."""
+        """Yield the batches of one pass, or what is left of one that was resumed."""
+        self.position = self.position if self._resumes else 0
+        self._resumes = False
+        yield from self._batches(self.steps - self.position)
+        self.passes, self.position = self.passes + 1, 0
+
+    def _batches(self, count: int) -> Iterator[Any]:
         if isinstance(self.dataset, TensorDataset) and not (
             self._loader and self._loader.num_workers
         ):
-            yield from self._from_tensors(self.dataset)
+            yield from self._from_tensors(self.dataset, count)
         else:
-            yield from self._from_loader()
+            yield from self._from_loader(count)
 
-    def _pieces(self) -> Iterator[_Piece]:
-        """The pieces of all batches of one pass."""
-        for _ in range(self.steps):
+    def _pieces(self, count: int) -> Iterator[_Piece]:
+        """The pieces of the next ``count`` batches."""
+        for _ in range(count):
             index = self.sample()
             step = self.max_physical_batch_size or max(1, index.size)
             starts = range(0, max(1, index.size), step)
@@ -96,22 +119,22 @@ class PoissonLoader:
 
     def _hand_out(self, piece: _Piece) -> None:
         """Let the step know what is being yielded."""
-        self.before_piece()
+        self.before_piece(piece.begins)
         self.batches_begun += piece.begins
         self.pieces_begun += 1
         self.ends_batch, self.piece_size = piece.ends, piece.index.size
 
-    def _from_tensors(self, dataset: TensorDataset) -> Iterator[Any]:
-        for piece in self._pieces():
+    def _from_tensors(self, dataset: TensorDataset, count: int) -> Iterator[Any]:
+        for piece in self._pieces(count):
             self._hand_out(piece)
             rows = torch.from_numpy(piece.index)
             yield [tensor[rows] for tensor in dataset.tensors]
 
-    def _from_loader(self) -> Iterator[Any]:
+    def _from_loader(self, count: int) -> Iterator[Any]:
         ahead: deque[_Piece] = deque()  # workers fetch before the batch is handed out
 
         def remembered() -> Iterator[list[int]]:
-            for piece in self._pieces():
+            for piece in self._pieces(count):
                 ahead.append(piece)
                 yield piece.index.tolist() or [0]  # a stand-in, cut to length zero below
 

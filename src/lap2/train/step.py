@@ -15,7 +15,10 @@ from lap2 import _validate
 from lap2.accountant import Accountant
 from lap2.mechanism import Gaussian, Joint, Laplace, LaplaceL1, Mechanism
 from lap2.noise import Sampler
+from lap2.train.budget import Budget
+from lap2.train.checkpoint import Journal
 from lap2.train.denoise import Denoiser
+from lap2.train.distributed import World, refuse_wrapped
 from lap2.train.poisson import PoissonLoader
 from lap2.train.recorder import BookkeepingError, Recorded, Recorder
 
@@ -44,6 +47,7 @@ class ReleasePlan:
     ) -> "ReleasePlan":
         """Check that everything fits together."""
         _validate.choice("mechanism", mechanism, ("laplace", "gaussian", "laplace-l1"))
+        refuse_wrapped(module)
         trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         foreign, missing = held - set(trained), [n for i, n in trained.items() if i not in held]
@@ -52,18 +56,13 @@ class ReleasePlan:
                 "optimizer must hold exactly the module's trainable parameters; "
                 f"{len(foreign)} of its parameters are not among them, and it lacks {missing}"
             )
-        params = [list(group["params"]) for group in optimizer.param_groups]
         if isinstance(clip, Sequence):
-            if len(clip) != len(params):
-                raise ValueError(
-                    "max_grad_norm must be a number, or one number for each of the optimizer's "
-                    f"{len(params)} parameter groups, got {len(clip)}"
-                )
+            groups = _parts(module, optimizer, len(clip))
             clips = [_validate.positive("max_grad_norm", c) for c in clip]
         else:
+            groups = [[p for group in optimizer.param_groups for p in group["params"]]]
             clips = [_validate.positive("max_grad_norm", clip)]
-            params = [[p for group in params for p in group]]
-        return cls(module, optimizer, mechanism, tuple(map(tuple, params)), tuple(clips))
+        return cls(module, optimizer, mechanism, tuple(map(tuple, groups)), tuple(clips))
 
     @property
     def sizes(self) -> list[int]:
@@ -87,12 +86,19 @@ class ReleasePlan:
                 members.append(Laplace(_ratio(scale, clip + math.sqrt(size) * spacing), size))
         return members[0] if len(members) == 1 else Joint(members)
 
-    def scale_for(self, wanted: Mechanism, template: Mechanism, sampler: Sampler) -> float:
+    def spacing(self, sampler: Sampler, scale: float, world: World) -> float:
+        """How far rounding moves one coordinate, when each process does its slice."""
+        size = world.slice_size(sum(self.sizes))
+        return sampler.added_sensitivity(scale, size) / math.sqrt(max(size, 1))
+
+    def scale_for(
+        self, wanted: Mechanism, template: Mechanism, sampler: Sampler, world: World
+    ) -> float:
         """The scale whose release, rounding included, has at least the noise that is wanted."""
         targets = _multipliers(wanted)
         scale = targets[0] / _multipliers(template)[0]
         for _ in range(50):
-            reached = self.describe(scale, spacing_of(sampler, scale, sum(self.sizes)))
+            reached = self.describe(scale, self.spacing(sampler, scale, world))
             pairs = zip(targets, _multipliers(reached), strict=True)
             short = max(target / member for target, member in pairs)
             if short <= 1:
@@ -101,14 +107,31 @@ class ReleasePlan:
         raise ValueError(f"no noise scale covers the rounding of {sum(self.sizes)} coordinates")
 
 
+def _parts(module: nn.Module, optimizer: Optimizer, count: int) -> list[list[Tensor]]:
+    """Trained parameters by optimizer group, or by layer: whichever there are ``count`` of."""
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    if len(groups) == count:
+        return groups
+    seen: set[int] = set()
+    layers: list[list[Tensor]] = []
+    for layer in module.modules():
+        own: list[Tensor] = [
+            p for p in layer.parameters(recurse=False) if p.requires_grad and id(p) not in seen
+        ]
+        seen.update(map(id, own))  # a parameter that two layers share belongs to the first
+        layers += [own] if own else []
+    if len(layers) != count:
+        raise ValueError(
+            "max_grad_norm must be a number, one number for each of the optimizer's "
+            f"{len(groups)} parameter groups, or one for each of the module's {len(layers)} layers "
+            f"with trainable parameters, got {count}"
+        )
+    return layers
+
+
 def _multipliers(mechanism: Mechanism) -> list[float]:
     members = mechanism.groups if isinstance(mechanism, Joint) else (mechanism,)
     return [member.noise_multiplier for member in members]  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def spacing_of(sampler: Sampler, scale: float, size: int) -> float:
-    """How far rounding moves one coordinate: the sampler's added sensitivity spread over all."""
-    return sampler.added_sensitivity(scale, size) / math.sqrt(max(size, 1))
 
 
 def _ratio(scale: float, widened: float) -> float:
@@ -131,19 +154,29 @@ class PrivateStep:
         loss_reduction: str,
         accountant: Accountant,
         sampling_prob: float,
+        world: World,
     ) -> None:
         """Describe the release once; every step repeats it."""
         self.loader, self.sampler, self.scale, self.divisor = loader, sampler, scale, divisor
-        self.mechanism = plan.describe(scale, spacing_of(sampler, scale, sum(plan.sizes)))
-        self.denoiser, self.skipped = denoiser, 0
+        self.mechanism = plan.describe(scale, plan.spacing(sampler, scale, world))
+        self.denoiser, self.skipped, self.released = denoiser, 0, 0
         self.taus: list[float] = []
+        self.budget: Budget | None = None
+        self.journal: Journal | None = None
+        self._world = world
         self._plan, self._recorder, self._reduction = plan, recorder, loss_reduction
-        self._accountant, self._prob = accountant, sampling_prob
+        self._accountant, self.sampling_prob = accountant, sampling_prob
         self._params = [p for group in plan.groups for p in group]
         self._sums: dict[int, Tensor] = {}
         self._batch_id, self._last_piece = -1, 0
         if loader is not None:
-            loader.before_piece = recorder.discard
+            loader.before_piece = self._before_piece
+
+    def _before_piece(self, begins_batch: bool) -> None:
+        """Nothing of the last piece may be left over, and a batch needs a budget for its step."""
+        self._recorder.discard()
+        if begins_batch and self.budget is not None:
+            self.budget.check()
 
     @torch.no_grad()
     def advance(self) -> bool:
@@ -208,11 +241,28 @@ class PrivateStep:
             for p in self._params
         ]
         self._sums.clear()
-        self._accountant.compose(self.mechanism, sampling_prob=self._prob)
-        self.sampler.add(sums, self.scale)
+        self._enter()
+        self._world.release(
+            sums, lambda part: self.sampler.add(part, self.scale), sliced=self.sampler.is_secure
+        )
         self.taus = self.denoiser(sums, self.scale)
         for param, total in zip(self._params, sums, strict=True):
             param.grad = total.div_(self.divisor).to(param.dtype)
+        if self.loader is not None:
+            self.loader.position += 1
+
+    def _enter(self) -> None:
+        """Enter the step in the journal, if there is one, and in the ledger: before its noise."""
+        if self.budget is not None:
+            self.budget.check()
+        if self.journal is not None and self._world.rank == 0:
+            self.journal.record(self.released + 1)
+        self.account(1)
+        self.released += 1
+
+    def account(self, steps: int) -> None:
+        """Enter steps in the ledger."""
+        self._accountant.compose(self.mechanism, sampling_prob=self.sampling_prob, steps=steps)
 
 
 def _wide(param: Tensor) -> torch.dtype:

@@ -1,0 +1,129 @@
+"""Several processes that train one model: each sums its own records, together they add noise once.
+
+Laplace noise is not closed under sums, so no two processes may share a coordinate's noise. After
+the sums are reduced, each process holds one slice of the total, adds the noise of that slice, and
+all slices are gathered.
+"""
+
+# pyright: basic
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["World", "refuse_wrapped"]
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run: one, unless ``torch.distributed`` has been initialised before.
+
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def current(cls) -> "World":
+        """The world as ``torch.distributed`` knows it."""
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size())
+        return cls()
+
+    def slice_size(self, coordinates: int) -> int:
+        """How many coordinates the largest slice has."""
+        return -(-coordinates // self.size)
+
+    def same(self, what: str, value: Any) -> None:
+        """Refuse to go on unless all processes have the same value.
+
+        Raises:
+            ValueError: they have not; on all processes.
+        """
+        if self.size == 1:
+            return
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        if any(other != values[0] for other in values):
+            raise ValueError(f"all processes must have the same {what}, got {values}")
+
+    def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give all processes the values of the first."""
+        if self.size > 1:
+            for tensor in tensors:
+                held = tensor.detach().contiguous()
+                dist.broadcast(held, src=0)
+                tensor.detach().copy_(held)
+
+    def wait(self) -> None:
+        """Go on when all processes have come here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def release(
+        self, sums: list[Tensor], add_noise: Callable[[list[Tensor]], Any], *, sliced: bool
+    ) -> None:
+        """Replace each process's sums by the total with noise, the same everywhere.
+
+        Args:
+            sums: of this process; changed in place.
+            add_noise: to a list of tensors, in place.
+            sliced: whether processes draw independent noise, so that each may do a slice;
+                otherwise the first does all of it.
+        """
+        if self.size == 1:
+            add_noise(sums)
+            return
+        total = sum(t.numel() for t in sums)
+        size = self.slice_size(total)
+        flat = sums[0].new_zeros(size * self.size)
+        torch.cat([t.reshape(-1) for t in sums], out=flat[:total])
+        if sliced:
+            mine = flat.new_empty(size)
+            _reduce_scatter(mine, flat)
+            add_noise([mine])
+            _all_gather(flat, mine)
+        else:
+            dist.reduce(flat, dst=0)
+            if self.rank == 0:
+                add_noise([flat])
+            dist.broadcast(flat, src=0)
+        start = 0
+        for tensor in sums:
+            tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
+
+
+# torch 2.13 renamed both, and warns of the old names.
+_new = hasattr(dist, "reduce_scatter_single")
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_" + ("single" if _new else "tensor"), None)
+_all_gather: Any = getattr(dist, "all_gather_" + ("single" if _new else "into_tensor"), None)
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    """Refuse models whose wrapper would reduce gradients before they are clipped.
+
+    Raises:
+        ValueError: the model is wrapped for DDP or sharded by FSDP; the message has the fix.
+    """
+    for name, part in module.named_modules():
+        if type(part).__name__ == "DistributedDataParallel":
+            raise ValueError(
+                f"module {name!r} is a DistributedDataParallel, which averages gradients before "
+                "they are clipped: pass the model inside it (its .module); lap2 adds up the "
+                "clipped sums of all processes itself"
+            )
+    for name, param in module.named_parameters():
+        if hasattr(param, "full_tensor") or type(param).__name__ == "FlatParameter":
+            raise ValueError(
+                f"parameter {name!r} is sharded (FSDP), so that no process sees the whole layer "
+                "whose per-example norm must be known: pass the model unsharded, one copy in each "
+                "process"
+            )
