@@ -45,7 +45,7 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
         with partial.open("wb") as stream:
             stream.write(bytes(_HEADER))
             hashing = _Hashing(stream)
-            torch.save(dict(state), hashing)
+            torch.save(dict(state), hashing)  # type: ignore[arg-type]
             stream.seek(0)
             stream.write(_MAGIC + hashing.hexdigest().encode() + b"\n")
             stream.flush()

@@ -1,0 +1,167 @@
+"""What each process of the distributed tests does; torchrun starts it with a folder and tasks."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lap2.noise import SecureLaplace
+from lap2.train import PoissonLoader, PrivacyEngine
+
+
+class Off:
+    """Noise that is none, to look at the clipped sum."""
+
+    is_secure = True
+
+    def added_sensitivity(self, _scale, _size):
+        return 0.0
+
+    def add(self, _array, _scale):
+        return 0.0
+
+
+def make(*, records=60, batch_size=10, sampler=None, lr=0.1, **kwargs):
+    """A small model, wrong on all ranks but the first until the engine copies it."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    torch.manual_seed(99)
+    data = TensorDataset(torch.randn(records, 5), torch.randint(0, 3, (records,)))
+    engine = PrivacyEngine(sampler=sampler or SecureLaplace(compiled=False))
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
+        data_loader=DataLoader(data, batch_size=batch_size),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        **kwargs,
+    )
+    return engine, model, optimizer, loader
+
+
+def backward(model, x, y):
+    nn.functional.cross_entropy(model(x), y, reduction="sum").div(max(1, len(x))).backward()
+
+
+def fixed_samples(loader):
+    """The same records every time, whichever rank has them; rank 1 has none in every other step."""
+    step = -1
+
+    def sample():
+        nonlocal step
+        step += 1
+        chosen = np.random.default_rng(step).choice(60, 20, replace=False)
+        if step % 2:
+            chosen = chosen[chosen % 2 == 0]
+        return np.intersect1d(chosen, loader._records)
+
+    loader.sample = sample
+
+
+def equal(_folder):
+    """The sum of two processes, noise off, with pieces of batches that differ between ranks."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    _, model, optimizer, loader = make(
+        sampler=Off(), denoise="none", batch_size=20 // world, max_physical_batch_size=4
+    )
+    fixed_samples(loader)
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            backward(model, x, y)
+            optimizer.step()
+    return {"weights": flat(model.parameters())}
+
+
+def noise(_folder):
+    """Gradients of zero: what is left is the noise."""
+    engine, model, optimizer, loader = make(denoise="none", lr=0.0)
+    released = []
+    for _ in range(60):
+        for x, _ in loader:
+            (0 * model(x)).sum().backward()
+            optimizer.step()
+            released.append([20 * value for value in flat(p.grad for p in model.parameters())])
+    return {"released": released, "ledger": engine.accountant.to_json()}
+
+
+def empty(_folder):
+    """Fifty steps of one expected record: most local batches are empty."""
+    engine, model, optimizer, loader = make(records=100, batch_size=1)
+    sizes = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        backward(model, x, y)
+        optimizer.step()
+        sizes.append(len(x))
+    assert isinstance(loader, PoissonLoader)
+    return {
+        "sizes": sizes,
+        "ledger": engine.accountant.to_json(),
+        "weights": flat(model.parameters()),
+        "prob": loader.sampling_prob,
+    }
+
+
+def killed(folder):
+    """The second rank kills itself in the first attempt; the next attempt goes on."""
+    engine, model, optimizer, loader = make()
+    first = not (folder / "run.pt").exists()
+    lost = 0 if first else engine.load(folder / "run.pt").lost_steps
+    engine.save(folder / "run.pt")
+    for count, (x, y) in enumerate(loader):
+        if first and count == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        backward(model, x, y)
+        optimizer.step()
+    return {"lost": lost, "steps": engine.accountant.steps, "ledger": engine.accountant.to_json()}
+
+
+def refused(_folder):
+    """Ranks that disagree, and models that are wrapped."""
+    rank = dist.get_rank()
+    messages = []
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(5, 3))
+    for attempt in (lambda: make(records=60 + rank), lambda: make_around(wrapped)):
+        try:
+            attempt()
+        except ValueError as error:
+            messages.append(str(error))
+    return {"messages": messages}
+
+
+def make_around(module):
+    """Make a given module private."""
+    data = TensorDataset(torch.randn(60, 5), torch.randint(0, 3, (60,)))
+    PrivacyEngine().make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=10),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+    )
+
+
+def flat(tensors):
+    """All values in one list."""
+    return torch.cat([t.detach().flatten() for t in tensors]).tolist()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder = Path(sys.argv[1])
+    for task in sys.argv[2:]:
+        result = globals()[task](folder)
+        (folder / f"{task}-{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
