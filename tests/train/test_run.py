@@ -8,6 +8,7 @@ import struct
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import lap2
 from lap2.experiments import data, run
@@ -21,7 +22,9 @@ def test_the_papers_cnn_has_its_number_of_parameters():
 def test_a_run_leaves_everything_about_itself(tmp_path):
     settings = run.Settings(dataset="digits", epochs=3, batch_size=200, epsilon=8.0)
     result = run.train(settings, tmp_path, progress=False)
-    assert {p.name for p in tmp_path.iterdir()} == {
+    assert {p.name for p in tmp_path.iterdir() if not p.name.startswith("journal-")} == {
+        "checkpoint.pt",
+        "checkpoint.pt.previous",
         "config.json",
         "ledger.json",
         "metrics.jsonl",
@@ -45,6 +48,59 @@ def test_a_folder_with_a_ledger_is_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match="folder must be a new one"):
         run.train(run.Settings(dataset="digits"), tmp_path, progress=False)
     assert (tmp_path / "ledger.json").read_text() == before
+
+
+SMALL = run.Settings(dataset="digits", epochs=4, batch_size=200, epsilon=8.0)
+
+
+def stop_at(monkeypatch, step, error):
+    """Make the run fail at its n-th step."""
+    counted = iter(range(10**6))
+    forward = nn.CrossEntropyLoss.forward
+
+    def failing(self, *args):
+        if next(counted) == step:
+            raise error
+        return forward(self, *args)
+
+    monkeypatch.setattr(nn.CrossEntropyLoss, "forward", failing)
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 13, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.train(SMALL, tmp_path, progress=False)
+    with pytest.raises(ValueError, match="holds another run"):
+        run.train(SMALL, tmp_path, progress=False)
+    result = run.resume(tmp_path, progress=False)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 33))
+    assert result.statement.steps == 32
+    assert 7.99 < result.statement.epsilon <= 8
+    with pytest.raises(ValueError, match="is finished"):
+        run.resume(tmp_path)
+
+
+def test_a_crash_costs_steps_and_never_the_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr(run._Run, "_report", report_rarely(run._Run._report))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 13, RuntimeError("power"))
+        with pytest.raises(RuntimeError, match="power"):
+            run.train(SMALL, tmp_path, progress=False)
+    with pytest.warns(UserWarning, match="The run ends at step 29"):  # three steps were lost
+        result = run.resume(tmp_path, progress=False)
+    assert result.statement.steps == 32
+    assert 7.99 < result.statement.epsilon <= 8
+
+
+def report_rarely(report):
+    return lambda self: self.step in {1, 10, 29} and report(self)
+
+
+def test_nothing_to_resume_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="must hold an interrupted run"):
+        run.resume(tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"dataset": "cifar"}, {"epochs": 0}, {"learning_rate": -1.0}])

@@ -1,7 +1,8 @@
 """Private training from the command line: ``train``."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -10,27 +11,37 @@ from rich.table import Table
 from lap2.cli.options import Delta, Epsilon, input_checked, integer, number
 from lap2.cli.show import rounded_up
 
+if TYPE_CHECKING:
+    from lap2.experiments.run import Result
+
 
 def train(
     *,
-    dataset: Annotated[str, typer.Option(help="mnist or digits.")] = "mnist",
+    dataset: Annotated[str, typer.Option(help="mnist, fashion-mnist or digits.")] = "mnist",
     epsilon: Epsilon = 1.0,
     delta: Delta = 1e-5,
     epochs: Annotated[int, integer("Passes over the data.")] = 20,
     batch_size: Annotated[int, integer("Expected number of records in a step.")] = 1024,
     learning_rate: Annotated[float, number("Of SGD with momentum 0.9; decays.")] = 2.0,
     max_grad_norm: Annotated[float, number("The clip C.")] = 0.1,
+    label_smoothing: Annotated[float, number("Of the cross-entropy.")] = 0.15,
     mechanism: Annotated[str, typer.Option(help="laplace, gaussian or laplace-l1.")] = "laplace",
     denoise: Annotated[str, typer.Option(help="auto, none or a number tau.")] = "auto",
     seed: Annotated[int, integer("Of the initial weights.")] = 0,
     folder: Annotated[Path, typer.Option(help="Where to leave the run.")] = Path("runs/mnist"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --folder, as it was set up.")
+    ] = False,
 ) -> None:
     """Train the paper's CNN privately and leave a report."""
-    from lap2.experiments.run import Settings  # noqa: PLC0415 - torch is optional
-    from lap2.experiments.run import train as run  # noqa: PLC0415
+    from lap2.experiments import run  # noqa: PLC0415 - torch is optional
+
+    if resume:
+        _show(_interruptible(lambda: run.resume(folder), folder))
+        return
 
     settings = input_checked(
-        lambda: Settings(
+        lambda: run.Settings(
             dataset=dataset,
             epsilon=epsilon,
             delta=delta,
@@ -38,12 +49,24 @@ def train(
             batch_size=batch_size,
             learning_rate=learning_rate,
             max_grad_norm=max_grad_norm,
+            label_smoothing=label_smoothing,
             mechanism=mechanism,
             denoise=_parse_denoise(denoise),
             seed=seed,
         )
     )
-    result = input_checked(lambda: run(settings, folder))
+    _show(_interruptible(lambda: run.train(settings, folder), folder))
+
+
+def _interruptible(make: Callable[[], "Result"], folder: Path) -> "Result":
+    try:
+        return input_checked(make)
+    except KeyboardInterrupt:
+        typer.echo(f"\ninterrupted; continue with: lap2 train --resume --folder {folder}", err=True)
+        raise typer.Exit(130) from None
+
+
+def _show(result: "Result") -> None:
     statement = result.statement
     rows = Table.grid(padding=(0, 2))
     rows.add_row(

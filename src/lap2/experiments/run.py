@@ -4,7 +4,10 @@
 
 import json
 import math
+import os
 import time
+import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,12 +17,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lap2 import _validate
-from lap2.experiments.data import DataError, Images, load_digits, load_mnist
+from lap2.experiments.data import DataError, Images, load_digits, load_fashion_mnist, load_mnist
 from lap2.experiments.models import mnist_cnn
 from lap2.ledger import write_text
-from lap2.train import PrivacyEngine, Statement
+from lap2.train import BudgetExhaustedError, PrivacyEngine, Statement
 
-__all__ = ["Result", "Settings", "train"]
+__all__ = ["Result", "Settings", "resume", "train"]
 
 
 @dataclass(frozen=True)
@@ -37,16 +40,18 @@ class Settings:
     learning_rate: float = 2.0
     momentum: float = 0.9
     max_grad_norm: float = 0.1
+    label_smoothing: float = 0.15
     mechanism: str = "laplace"
     denoise: str | float = "auto"
     seed: int = 0
     """Of the model's initial weights only: sampling and noise take no seed."""
 
     def __post_init__(self) -> None:
-        _validate.choice("dataset", self.dataset, ("mnist", "digits"))
+        _validate.choice("dataset", self.dataset, ("mnist", "fashion-mnist", "digits"))
         _validate.integer("epochs", self.epochs, least=1)
         _validate.integer("batch_size", self.batch_size, least=1)
         _validate.positive("learning_rate", self.learning_rate)
+        _validate.probability("label_smoothing", self.label_smoothing)
 
 
 @dataclass(frozen=True)
@@ -64,88 +69,151 @@ def train(settings: Settings, folder: Path, *, progress: bool = True) -> Result:
     """Train, and leave config, metrics, ledger, weights and a picture in ``folder``.
 
     The metrics are of the public test set: nothing of the training data is written but what the
-    private steps released.
+    private steps released. An interrupted run is continued by :func:`resume`.
     """
-    if (folder / "ledger.json").exists():
+    if (folder / "config.json").exists() or (folder / "ledger.json").exists():
         raise ValueError(
-            f"folder must be a new one, got {str(folder)!r}: it holds the ledger of another run"
+            f"folder must be a new one, got {os.fspath(folder)!r}: it holds another run. Continue "
+            "that with resume, or choose another folder"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     data = _load(settings.dataset)
     if data.name != settings.dataset:
         settings = replace(settings, dataset=data.name, batch_size=min(settings.batch_size, 359))
-    torch.manual_seed(settings.seed)
-    model = mnist_cnn()
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=settings.learning_rate, momentum=settings.momentum
-    )
-    records = TensorDataset(
-        torch.from_numpy(data.train_images), torch.from_numpy(data.train_labels)
-    )
-    engine = PrivacyEngine()
-    model, optimizer, loader = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=optimizer,
-        data_loader=DataLoader(records, batch_size=settings.batch_size),
-        target_epsilon=settings.epsilon,
-        target_delta=settings.delta,
-        epochs=settings.epochs,
-        max_grad_norm=settings.max_grad_norm,
-        mechanism=settings.mechanism,  # type: ignore[arg-type]
-        denoise=settings.denoise,
-    )
-    total = settings.epochs * len(loader)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, 2 * (1 - step / total))
-    )
+    run = _Run(settings, data, folder)
+    folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", asdict(settings))
-    started = time.perf_counter()
-    history: list[dict[str, float]] = []
-    with (folder / "metrics.jsonl").open("w") as log, _bar(progress) as bar:
-        task = bar.add_task("starting", total=total)
-        step = 0
-        while step < total:
-            for images, labels in loader:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(images), labels).backward()
-                optimizer.step()
-                schedule.step()
-                step += 1
-                if step % max(1, total // 40) == 0 or step == total:
-                    history.append({"step": step, **_evaluate(model, data)})
-                    history[-1]["epsilon"] = engine.get_epsilon(settings.delta)
-                    log.write(json.dumps(history[-1]) + "\n")
-                    log.flush()
-                    engine.accountant.save(folder / "ledger.json")
-                    bar.update(task, description=_describe(history[-1]))
-                bar.advance(task)
-    seconds = time.perf_counter() - started
-    engine.accountant.save(folder / "ledger.json")
-    torch.save(model.state_dict(), folder / "weights.pt")
-    result = Result(
-        data.name,
-        history[-1]["test_accuracy"],
-        engine.statement(settings.delta),
-        seconds,
-        folder,
-    )
-    _write_json(
-        folder / "result.json",
-        {**asdict(result), "folder": str(folder), "skipped_examples": engine.skipped_examples},
-    )
-    _draw(history, result, folder / "report.png")
-    return result
+    run.save()  # from here on, no step is forgotten
+    return run.go(progress=progress)
+
+
+def resume(folder: Path, *, progress: bool = True) -> Result:
+    """Continue an interrupted :func:`train`, with the settings it had.
+
+    Steps that were released but lost in a crash are counted; if they leave no budget for all the
+    steps that were planned, the run ends earlier, never with a larger epsilon.
+
+    Raises:
+        ValueError: there is nothing to continue in ``folder``.
+    """
+    if not (folder / "checkpoint.pt").exists():
+        raise ValueError(f"folder must hold an interrupted run, got {os.fspath(folder)!r}")
+    if (folder / "result.json").exists():
+        raise ValueError(f"folder must hold an interrupted run; {os.fspath(folder)!r} is finished")
+    settings = Settings(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    run = _Run(settings, _load(settings.dataset), folder)
+    run.load()
+    return run.go(progress=progress)
+
+
+class _Run:
+    """A run between its start, or its last checkpoint, and its end."""
+
+    def __init__(self, settings: Settings, data: Images, folder: Path) -> None:
+        self.settings, self.data, self.folder = settings, data, folder
+        torch.manual_seed(settings.seed)
+        model = mnist_cnn()
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=settings.learning_rate, momentum=settings.momentum
+        )
+        records = TensorDataset(
+            torch.from_numpy(data.train_images), torch.from_numpy(data.train_labels)
+        )
+        self.engine = PrivacyEngine()
+        self.model, self.optimizer, self.loader = self.engine.make_private_with_epsilon(
+            module=model,
+            optimizer=optimizer,
+            data_loader=DataLoader(records, batch_size=settings.batch_size),
+            target_epsilon=settings.epsilon,
+            target_delta=settings.delta,
+            epochs=settings.epochs,
+            max_grad_norm=settings.max_grad_norm,
+            mechanism=settings.mechanism,  # type: ignore[arg-type]
+            denoise=settings.denoise,
+        )
+        self.total = settings.epochs * len(self.loader)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, 2 * (1 - step / self.total))
+        )
+        self.step, self.seconds = 0, 0.0
+        self.history: list[dict[str, float]] = []
+
+    def save(self) -> None:
+        extra = {"history": self.history, "seconds": self.seconds}
+        self.engine.save(self.folder / "checkpoint.pt", scheduler=self.schedule, extra=extra)
+
+    def load(self) -> None:
+        path = self.folder / "checkpoint.pt"
+        resumed = self.engine.load(path, scheduler=self.schedule, fall_back=True)
+        self.step = resumed.steps
+        self.history, self.seconds = resumed.extra["history"], resumed.extra["seconds"]
+
+    def go(self, *, progress: bool) -> Result:
+        with _bar(progress) as bar:
+            task = bar.add_task("starting", total=self.total, completed=self.step)
+            try:
+                for _ in self._steps():
+                    if self.step % max(1, self.total // 40) == 0 or self.step == self.total:
+                        self._report()
+                        bar.update(task, description=_describe(self.history[-1]))
+                    bar.advance(task)
+            except KeyboardInterrupt:
+                self.save()
+                raise
+            except BudgetExhaustedError as spent:
+                if not self.history:
+                    raise
+                warnings.warn(f"{spent}. The run ends at step {self.step}.", stacklevel=3)
+                self._report()
+        return self._finish()
+
+    def _steps(self) -> Iterator[int]:
+        """Take all steps that are left."""
+        loss_of = nn.CrossEntropyLoss(label_smoothing=self.settings.label_smoothing)
+        while self.step < self.total:
+            for images, labels in self.loader:
+                started = time.perf_counter()
+                self.optimizer.zero_grad()
+                loss_of(self.model(images), labels).backward()
+                self.optimizer.step()
+                self.schedule.step()
+                self.step += 1
+                self.seconds += time.perf_counter() - started
+                yield self.step
+
+    def _report(self) -> None:
+        """Measure, write it down, and make a checkpoint."""
+        row = {"step": self.step, **_evaluate(self.model, self.data)}
+        self.history.append({**row, "epsilon": self.engine.get_epsilon(self.settings.delta)})
+        lines = "".join(json.dumps(row) + "\n" for row in self.history)
+        write_text(self.folder / "metrics.jsonl", lines)
+        self.engine.accountant.save(self.folder / "ledger.json")
+        self.save()
+
+    def _finish(self) -> Result:
+        result = Result(
+            self.data.name,
+            self.history[-1]["test_accuracy"],
+            self.engine.statement(self.settings.delta),
+            self.seconds,
+            self.folder,
+        )
+        torch.save(self.model.state_dict(), self.folder / "weights.pt")
+        _draw(self.history, result, self.folder / "report.png")
+        facts = {**asdict(result), "folder": str(self.folder)}
+        facts["skipped_examples"] = self.engine.skipped_examples
+        _write_json(self.folder / "result.json", facts)
+        return result
 
 
 def _load(name: str) -> Images:
     """The data set; the one that needs no download if MNIST cannot be had."""
     if name == "digits":
         return load_digits()
+    if name == "fashion-mnist":
+        return load_fashion_mnist()
     try:
         return load_mnist()
     except DataError as error:
-        import warnings  # noqa: PLC0415
-
         warnings.warn(f"{error}\nTraining on scikit-learn's digits instead.", stacklevel=3)
         return load_digits()
 
