@@ -36,7 +36,7 @@ class Denoiser:
     with F the mean of f under noise (docs/theory.md, section 11), whatever the signals are like.
     """
 
-    def __init__(self, denoise: str | float = "auto", *, memory: int = 20) -> None:
+    def __init__(self, denoise: str | float = "auto", *, memory: int = 50) -> None:
         """Check the argument."""
         self.mode = denoise if isinstance(denoise, str) else "fixed"
         if isinstance(denoise, str):
@@ -44,8 +44,7 @@ class Denoiser:
         self.tau = math.inf if isinstance(denoise, str) else _validate.positive("denoise", denoise)
         self._memory = _validate.integer("memory", memory, least=1)
         self._steps = self._looks = 0
-        self._signal: list[Tensor] = []
-        self._power: list[Tensor] = []
+        self._moments: list[Tensor] = []
         self._taus: list[float] = []
 
     def __call__(self, sums: list[Tensor], scale: float) -> list[float]:
@@ -62,16 +61,14 @@ class Denoiser:
         return {
             "steps": self._steps,
             "looks": self._looks,
-            "signal": [values.tolist() for values in self._signal],
-            "power": [values.tolist() for values in self._power],
+            "moments": [values.tolist() for values in self._moments],
             "taus": self._taus,
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Continue from :meth:`state_dict`."""
         self._steps, self._looks = int(state["steps"]), int(state["looks"])  # type: ignore[call-overload]
-        self._signal = [_doubles(values) for values in state["signal"]]  # type: ignore[attr-defined]
-        self._power = [_doubles(values) for values in state["power"]]  # type: ignore[attr-defined]
+        self._moments = [_floats(values) for values in state["moments"]]  # type: ignore[attr-defined]
         self._taus = list(state["taus"])  # type: ignore[call-overload]
 
     def _choose(self, sums: list[Tensor], scale: float) -> list[float]:
@@ -84,43 +81,41 @@ class Denoiser:
         """Update what is known of every tensor, and the clamps."""
         self._looks += 1
         rate = max(1 / self._looks, 1 / self._memory)
-        grid = _doubles(_TAUS)
-        gains = -torch.expm1(-grid)
+        grid = _floats(_TAUS)
         taus = []
         for index, tensor in enumerate(sums):
             stride = -(-tensor.numel() // _SAMPLE)
-            sample = tensor.flatten()[self._looks % stride :: stride].to("cpu", torch.float64)
-            signal, power = _share(sample.abs() / scale, grid)
-            if index == len(self._signal):
-                self._signal.append(signal)
-                self._power.append(power)
-            self._signal[index] = signal = torch.lerp(self._signal[index], signal, rate)
-            self._power[index] = power = torch.lerp(self._power[index], power, rate)
-            # Where chance could have made all of the signal, believe in a small one.
-            doubt = 1 / math.sqrt(sample.numel() / rate)
-            share = (signal + doubt * gains).clamp_min(0.0).square() / power
+            sample = tensor.flatten()[self._looks % stride :: stride].to("cpu", torch.float32)
+            found = _moments(sample.abs() / scale, grid)
+            if index == len(self._moments):
+                self._moments.append(found)
+            self._moments[index] = torch.lerp(self._moments[index], found, rate)
+            signal, square, power = self._moments[index]
+            # No more signal than is sure; if none is, the clamp with the least noise.
+            sure = signal - torch.sqrt(square * rate / sample.numel())
+            share = sure.clamp_min(0.0).square() / power
             taus.append(_TAUS[int(share.argmax())])
         self._taus = taus
 
 
-def _share(size: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimates of ``E[s f(y)]``, unbiased, and of ``E[f(y)^2]``, for every clamp of the grid.
+def _moments(size: Tensor, grid: Tensor) -> Tensor:
+    """For every clamp: an unbiased estimate of ``E[s f(y)]``, its mean square, and ``E[f(y)^2]``.
 
     Args:
         size: absolute values of released coordinates, in noise scales.
         grid: the clamps.
     """
+    # Twice the derivative of the clamp's mean under noise: 2 - 2 exp(-tau) cosh(y) inside the clamp
+    # and 2 exp(-y) sinh(tau) outside. Inside, y is at most the largest finite tau.
+    inverse = torch.exp(-size)
+    inside = torch.outer(torch.exp(size.clamp(max=_TAUS[-2])) + inverse, torch.exp(-grid))
+    outside = torch.outer(inverse, 2 * torch.sinh(grid))
     size = size.unsqueeze(1)
+    slope = torch.where(size <= grid, 2 - inside, outside)
     clamped = torch.minimum(size, grid)
-    # The derivative of the clamp's mean under noise: 1 - exp(-tau) cosh(y) inside, and
-    # exp(-y) sinh(tau) outside; one formula for both, with y and tau in order.
-    high = torch.maximum(size, grid)
-    slope = torch.exp(clamped - high) - torch.exp(-clamped - high)
-    slope = torch.where(
-        size <= grid, 2 - torch.exp(clamped - high) - torch.exp(-clamped - high), slope
-    )
-    return (size * clamped - slope).mean(dim=0), clamped.square().mean(dim=0)
+    signal = size * clamped - slope
+    return torch.stack([values.mean(dim=0) for values in (signal, signal**2, clamped**2)])
 
 
-def _doubles(values: object) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+def _floats(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
