@@ -3,14 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test check unit bench clean
+.PHONY: train test check unit docs bench clean
 
 ## Train a private model, print its epsilon, leave a report to look at.
 train: $(VENV)/.installed
 	$(BIN)/lap2 train
 
 ## Everything CI runs: format, lint, types, layering, tests.
-test: check unit
+test: check docs unit
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -20,6 +20,10 @@ check: $(VENV)/.installed
 
 unit: $(VENV)/.installed
 	$(BIN)/pytest -n auto
+
+## The documentation as a site, in build/site; a broken link is an error.
+docs: $(VENV)/.installed
+	$(BIN)/mkdocs build --strict --quiet
 
 ## Speed against other libraries, interleaved in one process.
 bench: $(VENV)/.installed

@@ -1,0 +1,342 @@
+"""Laplace noise and lap2's accountant in code that stays on Opacus 1.6.
+
+Needs the extra ``lap2[opacus]``. :class:`PrivacyEngine` takes the place of Opacus's own, with the
+same calls. Opacus keeps the per-example gradients; sampling, clipping, noise and accounting are
+lap2's. docs/opacus.md says what is refused, and why.
+"""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# (Opacus hangs its results on parameters, as attributes torch does not know.)
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from opacus import PrivacyEngine as OpacusPrivacyEngine
+from opacus.grad_sample import AbstractGradSampleModule, GradSampleHooks
+from opacus.grad_sample import GradSampleModuleExpandedWeights as ExpandedWeights
+from opacus.optimizers import DPOptimizer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lap2 import _validate
+from lap2.calibration import calibrate_noise
+from lap2.interop._opacus_step import (
+    DistributedLaplaceDPOptimizer,
+    LaplaceAccountant,
+    LaplaceDPOptimizer,
+    Loader,
+    PoissonSampler,
+)
+from lap2.mechanism import Laplace
+from lap2.noise import SecureLaplace, accounted_noise_multiplier
+from lap2.train import Denoiser
+
+__all__ = ["LaplaceAccountant", "LaplaceDPOptimizer", "PrivacyEngine"]
+
+
+_MODES = ("hooks", "functorch", "ew")
+_REFUSED_MODULES = (DistributedDataParallel, FSDPModule, AbstractGradSampleModule)
+
+
+class _ExpandedWeights(ExpandedWeights):
+    """An empty batch takes the ordinary way through the model, which computes nothing."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (super().forward if len(x) else self._module)(x, *args, **kwargs)
+
+
+class PrivacyEngine(OpacusPrivacyEngine):
+    """Opacus's engine with Laplace noise, l2 clipping and lap2's exact accountant.
+
+    Args:
+        accountant: "lap2"; others account for Gaussian noise.
+        secure_mode: either value: noise and sampling always come from the operating system.
+
+    Formal guarantee:
+        :meth:`get_epsilon` is an upper bound for exactly the steps taken, under adding or removing
+        one record: lap2's Poisson sampling, the clip, the noise added and the sensitivity its
+        rounding adds. It assumes that the float32 sum of clipped gradients is exact, that the loss
+        is a mean or sum of losses of single examples, and that N (or ``public_size``) is public.
+    """
+
+    accountant: LaplaceAccountant
+
+    def __init__(self, *, accountant: str = "lap2", secure_mode: bool = False) -> None:  # noqa: ARG002
+        """Start an empty ledger."""
+        if accountant != "lap2":
+            raise ValueError(
+                f"accountant must be 'lap2', got {accountant!r}: it would account for Gaussian "
+                "noise, and this engine adds Laplace noise"
+            )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Secure RNG turned off")  # not true of this engine
+            super().__init__(accountant=accountant)
+        self._schedule = (0.0, 0, 0)
+        self._denoiser = Denoiser("none")
+        self._used = False
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Any = None,  # noqa: ARG002 - only ghost clipping uses it
+        data_loader: DataLoader,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        denoise: str | float = "auto",
+        public_size: int | None = None,
+    ) -> Any:
+        """Opacus's ``make_private``. What is not described here means what it means there.
+
+        Args:
+            module: an ordinary model, or one in Opacus's own distributed wrapper.
+            optimizer: an ordinary one, over exactly the model's trainable parameters.
+            criterion: not used.
+            data_loader: batch size B over N records gives the sampling probability B / N, ceil(N /
+                B) steps a pass, and the divisor B (of all ranks together).
+            noise_multiplier: b / C.
+            max_grad_norm: C.
+            batch_first: see Opacus.
+            loss_reduction: see Opacus.
+            poisson_sampling: must be True.
+            clipping: must be "flat".
+            noise_generator: must be None.
+            grad_sample_mode: "hooks", "functorch" or "ew".
+            wrap_model: see Opacus.
+            rand_on_empty: must be False.
+            denoise: "auto", "none" or tau. See :class:`lap2.train.Denoiser`.
+            public_size: what to take for N where the true number is a secret.
+
+        Returns:
+            Model, optimizer and data loader, as Opacus does.
+        """
+        _refuse_unless(
+            (not self._used, "engine must be a new one: make one for each model"),
+            (poisson_sampling is True, f"poisson_sampling must be True, got {poisson_sampling!r}: "
+             "no epsilon is known for other samples"),
+            (clipping == "flat", f"clipping must be 'flat', got {clipping!r}: 'adaptive' releases "
+             "a count too, under Gaussian noise; 'per_layer' is another release than accounted"),
+            (noise_generator is None, f"noise_generator must be None, got {noise_generator!r}: "
+             "secure noise takes no seed"),
+            (grad_sample_mode in _MODES, f"grad_sample_mode must be one of {', '.join(_MODES)}; "
+             f"got {grad_sample_mode!r}: only these sum the gradients whose norm they measure"),
+            (wrap_model or grad_sample_mode != "ew", "wrap_model must be True for 'ew', got False"),
+            (rand_on_empty is False, f"rand_on_empty must be False, got {rand_on_empty!r}: with a "
+             "random example in an empty sample, one record can change the sum by 2 C"),
+            (not isinstance(module, _REFUSED_MODULES),
+             "module must be an ordinary one, or in DifferentiallyPrivateDistributedDataParallel, "
+             f"got {type(module).__name__}: its gradients are hooked, mixed or sharded already"),
+            (not isinstance(optimizer, DPOptimizer), "optimizer must not be private already"),
+        )  # fmt: skip
+        _validate.positive("noise_multiplier", noise_multiplier)
+        _validate.positive("max_grad_norm", max_grad_norm)
+        _dimension(module, optimizer)
+        self._schedule = _schedule(data_loader, public_size)
+        self._denoiser = Denoiser(denoise)
+        made: Any = super().make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            prefetch=data_loader.num_workers > 0,
+        )
+        _, private, loader = made
+        loader.batch_sampler.begin_batch = private.begin_batch
+        self._used = True
+        return made
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float,
+        public_size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """:meth:`make_private` with the least Laplace noise that meets a target after ``epochs``.
+
+        The noise is that of :func:`lap2.calibrate_noise` for ``epochs * ceil(N / B)`` steps, not of
+        Opacus's search, which knows Gaussian noise only. The other arguments, and ``options``, are
+        those of :meth:`make_private`.
+        """
+        if len(self.accountant):
+            raise RuntimeError(
+                f"the ledger must be empty to aim at target_epsilon, got {len(self.accountant)} "
+                "steps; give make_private a noise_multiplier"
+            )
+        clip = _validate.positive("max_grad_norm", max_grad_norm)
+        size = _dimension(module, optimizer)
+        prob, steps, _ = _schedule(data_loader, public_size)
+        wanted = calibrate_noise(
+            Laplace(1.0, size),
+            epsilon=target_epsilon,
+            delta=target_delta,
+            sampling_prob=prob,
+            steps=steps * _validate.integer("epochs", epochs, least=1),
+        ).noise_multiplier
+        noise, multiplier, reached = SecureLaplace(), wanted, 0.0
+        while reached < wanted:  # make up for what the noise's rounding adds to the sensitivity
+            multiplier *= max(wanted / reached, 1 + 1e-15) if reached else 1.0
+            reached = accounted_noise_multiplier(
+                noise, scale=multiplier * clip, max_grad_norm=clip, size=size
+            )
+        return self.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=multiplier,
+            max_grad_norm=max_grad_norm,
+            public_size=public_size,
+            **options,
+        )
+
+    def load_checkpoint(
+        self,
+        *,
+        path: Any,
+        module: nn.Module,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Opacus's ``load_checkpoint``, without running code that the file may hold.
+
+        Raises:
+            LedgerError: the ledger was corrupted or edited; then nothing is loaded.
+        """
+        checkpoint = torch.load(path, weights_only=True, **(torch_load_kwargs or {}))
+        self.accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
+        module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
+        for name, target in (
+            ("optimizer", optimizer),
+            ("noise_scheduler", noise_scheduler),
+            ("grad_clip_scheduler", grad_clip_scheduler),
+        ):
+            if target is not None:
+                target.load_state_dict(checkpoint[f"{name}_state_dict"])
+        return checkpoint
+
+    def _prepare_data_loader(
+        self, data_loader: DataLoader, *, distributed: bool, **rest: Any
+    ) -> DataLoader:
+        """Opacus's collate function, which knows empty batches, with lap2's sampler."""
+        theirs = super()._prepare_data_loader(data_loader, distributed=False, **rest)
+        ranks = torch.distributed
+        prob, steps, _ = self._schedule
+        sampler = PoissonSampler(
+            len(theirs.dataset),  # pyright: ignore[reportArgumentType]
+            prob=prob,
+            steps=steps,
+            shard=(ranks.get_rank(), ranks.get_world_size()) if distributed else (0, 1),
+            prefetch=theirs.num_workers > 0,
+        )
+        kept = (
+            "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn",
+            "multiprocessing_context", "prefetch_factor", "persistent_workers",
+        )  # fmt: skip
+        settings = {name: getattr(theirs, name) for name in kept}
+        return Loader(theirs.dataset, batch_sampler=sampler, **settings)
+
+    def _prepare_model(self, module: nn.Module, **rest: Any) -> Any:
+        """Opacus's per-example gradients, with guards where it computes wrong ones, or crashes."""
+        mode = rest["grad_sample_mode"]
+        if mode == "ew":
+            self.validate(module=module, optimizer=None, data_loader=None)
+            kept = ("batch_first", "loss_reduction")
+            return _ExpandedWeights(module, **{name: rest[name] for name in kept})
+        hooks: Any = super()._prepare_model(module, **rest)
+        handles = hooks.autograd_grad_sample_hooks  # Opacus removes them with its own
+        mute = partial(_mute_when_empty, hooks)
+        handles.append(module.register_forward_pre_hook(mute, with_kwargs=True))
+        for layer in module.modules() if mode == "hooks" else ():
+            if isinstance(layer, nn.Conv2d):
+                handles.append(layer.register_forward_pre_hook(_refuse_other_layouts))
+        return hooks
+
+    def _prepare_optimizer(
+        self, *, optimizer: Optimizer, distributed: bool = False, prefetch: bool, **rest: Any
+    ) -> LaplaceDPOptimizer:
+        """The optimizer that adds Laplace noise; the divisor is the public batch size."""
+        prob, _, batch_size = self._schedule
+        kept = ("noise_multiplier", "max_grad_norm", "loss_reduction")
+        return (DistributedLaplaceDPOptimizer if distributed else LaplaceDPOptimizer)(
+            optimizer,
+            accountant=self.accountant,
+            sampling_prob=prob,
+            denoiser=self._denoiser,
+            prefetch=prefetch,
+            expected_batch_size=batch_size,
+            **{name: rest[name] for name in kept},
+        )
+
+
+def _refuse_unless(*rules: tuple[bool, str]) -> None:
+    for holds, message in rules:
+        if not holds:
+            raise ValueError(message)
+
+
+def _dimension(module: nn.Module, optimizer: Optimizer) -> int:
+    """The number of coordinates released, once the two are known to fit together."""
+    trained = {id(p): p for p in module.parameters() if p.requires_grad}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    types = {p.dtype for p in trained.values()} - {torch.float32, torch.float64}
+    _refuse_unless(
+        (trained.keys() == held, "optimizer must hold exactly the module's trainable parameters, "
+         f"got {len(held)} of which {len(held & trained.keys())} are among its {len(trained)}"),
+        (not types, f"trainable parameters must be of type float32 or float64, got {types}"),
+    )  # fmt: skip
+    return sum(p.numel() for p in trained.values())
+
+
+def _schedule(loader: DataLoader, public_size: int | None) -> tuple[float, int, int]:
+    """Sampling probability, steps of one pass and divisor, from public numbers."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise TypeError(f"data_loader must be a DataLoader over a map-style data set, got {loader}")
+    size = len(loader.dataset) if public_size is None else public_size  # pyright: ignore[reportArgumentType]
+    size = _validate.integer("public_size", size, least=1)
+    batch = loader.batch_size
+    if batch is None or not 1 <= batch <= size:
+        raise ValueError(f"data_loader must have a batch_size in [1, {size}], got {batch}")
+    return batch / size, -(-size // batch), batch
+
+
+def _mute_when_empty(hooks: GradSampleHooks, _: nn.Module, args: Any, kwargs: Any) -> None:
+    """An empty batch has no per-example gradients, and vmap cannot compute none."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    hooks.hooks_enabled = not tensors or tensors[0].numel() > 0
+
+
+def _refuse_other_layouts(layer: nn.Module, inputs: Any) -> None:
+    if torch.is_grad_enabled() and layer.training and not inputs[0].is_contiguous():
+        raise ValueError(
+            f"the input of {layer} must be contiguous, got strides {inputs[0].stride()}: Opacus "
+            "computes wrong gradients from other layouts, such as channels_last; use "
+            "grad_sample_mode='functorch', or .contiguous()"
+        )
