@@ -37,6 +37,8 @@ $(VENV)/.installed: pyproject.toml
 	# First and pinned: any other request for torch may bring gigabytes of CUDA.
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	# Without its torchvision, which has no build for every torch; the tests stand in for it.
+	$(BIN)/python -m pip install --quiet --no-deps 'timm>=1.0,<2'
 	touch $@
 
 clean:

@@ -1,18 +1,25 @@
 """Speed of one private step, against the plain loop, Opacus, JAX, and its own targets.
 
-The paper's CNN for MNIST, batch 256. Everything of one thread count runs in one process. Each round
-gives all contestants a turn, one after the other, so that a busy or throttled machine slows them
-alike; a ratio is taken within a round, and the median over the rounds is reported. A turn is a few
-steps in a row on the same batch, the private ones with their noise; making the batch is not in it.
+The paper's CNN for MNIST at batch 256, or a transformer of 22 million parameters (the shape of
+MiniLM, a BERT) at batch 32 with 64 tokens each. Everything of one thread count runs in one process.
+Each round gives all contestants a turn, one after the other, so that a busy or throttled machine
+slows them alike; a ratio is taken within a round, and the median over the rounds is reported. A
+turn is a few steps in a row on the same batch, the private ones with their noise; making the batch
+is not in it.
 
     python benchmarks/step.py --rounds 15 --threads 1 2
+    python benchmarks/step.py --model transformer --rounds 5 --threads 1
+    python benchmarks/step.py --model transformer --memory
 
-Libraries that are not installed are left out: ``pip install lap2[bench]`` has all of them.
+``--memory`` prints the peak memory of a few steps instead, each contestant in a process of its own,
+above what it has when everything is imported. Libraries that are not installed are left out:
+``pip install lap2[bench]`` has all of them.
 """
 
 import argparse
 import importlib.util
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -31,12 +38,10 @@ from lap2.experiments.models import mnist_cnn
 from lap2.train import PoissonLoader, PrivacyEngine
 
 RECORDS = 60_000
-BATCH = 256
 CLIP = 1.0
 NOISE_MULTIPLIER = 1.0
 LEARNING_RATE = 1e-3
-STEPS_PER_TURN = 4
-WARM_UP_TURNS = 3
+TOKENS, VOCABULARY = 64, 30_522
 
 PLAIN, LAP2, LAP2_POISSON = "plain SGD", "lap2", "lap2, Poisson batches"
 SAMPLE, NEXT = "lap2, sample()", "lap2, sample and gather"
@@ -47,22 +52,69 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
+class Case:
+    """What is trained, and how it is measured."""
+
+    batch: int
+    steps_per_turn: int
+    warm_up_turns: int
+    model: Callable[[], nn.Module]
+    inputs: Callable[[int, torch.Generator], Tensor]
+    targets: tuple["Target", ...]
+
+    def records(self, count: int) -> TensorDataset:
+        """Random ones."""
+        maker = torch.Generator().manual_seed(0)
+        labels = torch.randint(0, 2, (count,), generator=maker)
+        return TensorDataset(self.inputs(count, maker), labels)
+
+    def new_model(self) -> nn.Module:
+        """The same weights every time."""
+        torch.manual_seed(0)
+        return self.model()
+
+
+class Classifier(nn.Module):
+    """BERT as people use it, with MiniLM's sizes and without dropout, for two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415
+
+        self.bert = BertForSequenceClassification(
+            BertConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=384,
+                num_hidden_layers=6,
+                num_attention_heads=12,
+                intermediate_size=1536,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The scores of both classes."""
+        return self.bert(input_ids=tokens).logits
+
+
+@dataclass(frozen=True)
 class Contestant:
-    """A step, and where its batches come from; the time is of the step alone, for 256 examples."""
+    """A step, and where its batches come from; the time is of the step alone, for a whole batch."""
 
     step: Callable[[Tensor, Tensor], object]
     batches: Iterator[Batch] | None = None
     """None is the batch that all share."""
 
-    def turn(self, shared: Batch) -> float:
+    def turn(self, shared: Batch, steps: int) -> float:
         """Mean time of a step, in seconds."""
         spent = 0.0
-        for _ in range(STEPS_PER_TURN):
+        for _ in range(steps):
             x, y = next(self.batches) if self.batches else shared
             start = time.perf_counter()
             self.step(x, y)
-            spent += (time.perf_counter() - start) * BATCH / len(y)
-        return spent / STEPS_PER_TURN
+            spent += (time.perf_counter() - start) * len(shared[1]) / len(y)
+        return spent / steps
 
 
 @dataclass(frozen=True)
@@ -71,23 +123,12 @@ class Pause:
 
     act: Callable[[], object]
 
-    def turn(self, _: Batch) -> float:
+    def turn(self, _: Batch, steps: int) -> float:
         """Mean time of one."""
         start = time.perf_counter()
-        for _ in range(STEPS_PER_TURN):
+        for _ in range(steps):
             self.act()
-        return (time.perf_counter() - start) / STEPS_PER_TURN
-
-
-def random_records(count: int) -> TensorDataset:
-    maker = torch.Generator().manual_seed(0)
-    images = torch.rand(count, 1, 28, 28, generator=maker)
-    return TensorDataset(images, torch.randint(0, 10, (count,), generator=maker))
-
-
-def new_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return mnist_cnn()
+        return (time.perf_counter() - start) / steps
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -107,8 +148,8 @@ def loop_body(
     return step
 
 
-def plain(*, channels_last: bool) -> Contestant:
-    model = new_model()
+def plain(case: Case, *, channels_last: bool = False) -> Contestant:
+    model = case.new_model()
     if not channels_last:
         return Contestant(loop_body(model, sgd(model)))
     model = model.to(memory_format=torch.channels_last)
@@ -122,28 +163,28 @@ def endless(loader: PoissonLoader | DataLoader) -> Iterator[Batch]:
         yield from loader
 
 
-def of_lap2(dataset: TensorDataset) -> Contestant:
-    """The default step. A data set of 256 is sampled with probability 1: always the same batch."""
-    model = new_model()
+def of_lap2(case: Case, dataset: TensorDataset) -> Contestant:
+    """The default step. A data set of one batch is sampled with probability 1: always the same."""
+    model = case.new_model()
     model, optimizer, loader = PrivacyEngine().make_private(
         module=model,
         optimizer=sgd(model),
-        data_loader=DataLoader(dataset, batch_size=BATCH),
+        data_loader=DataLoader(dataset, batch_size=case.batch),
         noise_multiplier=NOISE_MULTIPLIER,
         max_grad_norm=CLIP,
     )
     return Contestant(loop_body(model, optimizer), endless(loader))
 
 
-def of_opacus(mode: str) -> Contestant:
+def of_opacus(case: Case, mode: str) -> Contestant:
     import opacus  # noqa: PLC0415 - may be missing
 
-    model = new_model()
+    model = case.new_model()
     private: Any = opacus.PrivacyEngine().make_private(
         module=model,
         optimizer=sgd(model),
         criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(random_records(BATCH), batch_size=BATCH),
+        data_loader=DataLoader(case.records(case.batch), batch_size=case.batch),
         noise_multiplier=NOISE_MULTIPLIER,
         max_grad_norm=CLIP,
         poisson_sampling=False,  # the batch is given to it
@@ -174,13 +215,15 @@ def of_jax(shared: Batch, *, library: bool) -> Contestant:
         x = jax.nn.relu(x @ params[4] + params[5]) @ params[6] + params[7]
         return -jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], axis=1).mean()
 
+    size = len(shared[1])
+
     def by_vmap(params: list[Any], x: Any, y: Any) -> list[Any]:
         grads = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(params, x[:, None], y[:, None])
-        squares = sum(jnp.square(g).reshape(BATCH, -1).sum(axis=1) for g in grads)
+        squares = sum(jnp.square(g).reshape(size, -1).sum(axis=1) for g in grads)
         weights = jnp.minimum(1.0, CLIP / jnp.sqrt(squares))
-        return [jnp.tensordot(weights, g, axes=1) / BATCH for g in grads]
+        return [jnp.tensordot(weights, g, axes=1) / size for g in grads]
 
-    torch_model = new_model()
+    torch_model = CASES["cnn"].new_model()
     orders = {4: (2, 3, 1, 0), 2: (1, 0), 1: (0,)}
     params = [
         jnp.array(p.detach().permute(orders[p.dim()]).numpy()) for p in torch_model.parameters()
@@ -194,7 +237,7 @@ def of_jax(shared: Batch, *, library: bool) -> Contestant:
         import jax_privacy  # noqa: PLC0415 - may be missing
 
         clipped = jax_privacy.clipped_grad(
-            loss, l2_clip_norm=CLIP, normalize_by=BATCH, batch_argnums=(1, 2)
+            loss, l2_clip_norm=CLIP, normalize_by=size, batch_argnums=(1, 2)
         )
         privatizer = jax_privacy.noise_addition.gaussian_privatizer(
             stddev=clipped.sensitivity() * NOISE_MULTIPLIER, prng_key=jax.random.key(0)
@@ -205,7 +248,7 @@ def of_jax(shared: Batch, *, library: bool) -> Contestant:
 
         def add_noise(grads: list[Any], key: Any) -> tuple[list[Any], Any]:
             key, *keys = jax.random.split(key, len(grads) + 1)
-            scale = CLIP * NOISE_MULTIPLIER / BATCH
+            scale = CLIP * NOISE_MULTIPLIER / size
             pairs = zip(grads, keys, strict=True)
             return [g + scale * jax.random.normal(k, g.shape) for g, k in pairs], key
 
@@ -223,35 +266,44 @@ def of_jax(shared: Batch, *, library: bool) -> Contestant:
     return Contestant(step)
 
 
-def field(shared: Batch) -> dict[str, Contestant | Pause]:
-    """All contestants whose library is there."""
-    records = random_records(RECORDS)
-    loader = PoissonLoader(records, sampling_prob=BATCH / RECORDS, steps=-(-RECORDS // BATCH))
-    stream = endless(loader)
-    found: dict[str, Contestant | Pause] = {
-        PLAIN: plain(channels_last=False),
-        "plain SGD, channels_last": plain(channels_last=True),
-        LAP2: of_lap2(random_records(BATCH)),
-        LAP2_POISSON: of_lap2(records),
-        SAMPLE: Pause(loader.sample),
-        NEXT: Pause(lambda: next(stream)),
+def makers(case: Case, shared: Batch) -> dict[str, Callable[[], Contestant]]:
+    """How to make the contestants, those whose library is there."""
+    found: dict[str, Callable[[], Contestant]] = {
+        PLAIN: lambda: plain(case),
+        LAP2: lambda: of_lap2(case, case.records(case.batch)),
     }
-    peers: list[tuple[str, str, Callable[[], Contestant]]] = [
-        *((f"Opacus {m}", "opacus", lambda m=m: of_opacus(m)) for m in OPACUS_MODES),
-        (JAX, "jax", lambda: of_jax(shared, library=False)),
-        (JAX_PRIVACY, "jax_privacy", lambda: of_jax(shared, library=True)),
-    ]
+    peers = [(f"Opacus {m}", "opacus", lambda m=m: of_opacus(case, m)) for m in OPACUS_MODES]
+    if case is CASES["cnn"]:
+        found["plain SGD, channels_last"] = lambda: plain(case, channels_last=True)
+        found[LAP2_POISSON] = lambda: of_lap2(case, case.records(RECORDS))
+        peers.append((JAX, "jax", lambda: of_jax(shared, library=False)))
+        peers.append((JAX_PRIVACY, "jax_privacy", lambda: of_jax(shared, library=True)))
     for name, package, make in peers:
         if importlib.util.find_spec(package) is None:
             print(f"{name} is left out: {package} is not installed")
-            continue
+        else:
+            found[name] = make
+    return found
+
+
+def field(case: Case, shared: Batch) -> dict[str, Contestant | Pause]:
+    """All contestants that can take a step."""
+    found: dict[str, Contestant | Pause] = {}
+    for name, make in makers(case, shared).items():
         try:
             contestant = make()
-            contestant.turn(shared)
+            contestant.turn(shared, 1)
         except Exception as error:  # noqa: BLE001 - whatever a peer raises, the others still run
-            print(f"{name} is left out: {type(error).__name__}: {error}")
+            print(f"{name} is left out: {type(error).__name__}: {str(error)[:200]}")
         else:
             found[name] = contestant
+    if case is CASES["cnn"]:
+        records = case.records(RECORDS)
+        loader = PoissonLoader(
+            records, sampling_prob=case.batch / RECORDS, steps=-(-RECORDS // case.batch)
+        )
+        stream = endless(loader)
+        found |= {SAMPLE: Pause(loader.sample), NEXT: Pause(lambda: next(stream))}
     return found
 
 
@@ -277,32 +329,52 @@ class Target:
         return f"{self.name:<44} {value * scale:>8.2f}{unit:<3}  {limit:<10}  {verdict}"
 
 
-TARGETS = (
-    Target("lap2 / plain SGD", LAP2, PLAIN, at_most=0.75),
-    Target("lap2 on Poisson batches / plain SGD", LAP2_POISSON, PLAIN, at_most=0.75),
-    *(Target(f"Opacus {m} / lap2", f"Opacus {m}", LAP2, at_least=2) for m in OPACUS_MODES),
-    Target("jax_privacy / lap2", JAX_PRIVACY, LAP2, at_least=1),
-    Target(f"sampling of {RECORDS:,}", SAMPLE, at_most=1e-3),
-    Target("the same, with gathering the batch", NEXT, at_most=1e-3),
-)
+CASES = {
+    "cnn": Case(
+        batch=256,
+        steps_per_turn=4,
+        warm_up_turns=3,
+        model=mnist_cnn,
+        inputs=lambda count, maker: torch.rand(count, 1, 28, 28, generator=maker),
+        targets=(
+            Target("lap2 / plain SGD", LAP2, PLAIN, at_most=0.75),
+            Target("lap2 on Poisson batches / plain SGD", LAP2_POISSON, PLAIN, at_most=0.75),
+            *(Target(f"Opacus {m} / lap2", f"Opacus {m}", LAP2, at_least=2) for m in OPACUS_MODES),
+            Target("jax_privacy / lap2", JAX_PRIVACY, LAP2, at_least=1),
+            Target(f"sampling of {RECORDS:,}", SAMPLE, at_most=1e-3),
+            Target("the same, with gathering the batch", NEXT, at_most=1e-3),
+        ),
+    ),
+    "transformer": Case(
+        batch=32,
+        steps_per_turn=1,
+        warm_up_turns=1,
+        model=Classifier,
+        inputs=lambda count, maker: torch.randint(0, VOCABULARY, (count, TOKENS), generator=maker),
+        targets=(
+            Target("lap2 / plain SGD", LAP2, PLAIN, at_most=1.6),
+            *(Target(f"Opacus {m} / lap2", f"Opacus {m}", LAP2, at_least=1) for m in OPACUS_MODES),
+        ),
+    ),
+}
 
 
-def measure(count: int, threads: int) -> None:
+def measure(case: Case, count: int, threads: int) -> None:
     torch.set_num_threads(threads)
-    x, y = random_records(BATCH).tensors
-    contestants = field((x, y))
+    shared: Any = case.records(case.batch).tensors
+    contestants = field(case, shared)
     names = list(contestants)
-    for _ in range(WARM_UP_TURNS):
+    for _ in range(case.warm_up_turns):
         for name in names:
-            contestants[name].turn((x, y))
+            contestants[name].turn(shared, case.steps_per_turn)
     rounds: list[dict[str, float]] = []
     for number in range(count):
         first = number % len(names)  # no one always follows the same neighbour's cold caches
         order = names[first:] + names[:first]
-        rounds.append({name: contestants[name].turn((x, y)) for name in order})
+        rounds.append({name: contestants[name].turn(shared, case.steps_per_turn) for name in order})
 
     plural = "" if threads == 1 else "s"
-    print(f"\n{threads} thread{plural}, batch {BATCH}, median of {count} interleaved rounds\n")
+    print(f"\n{threads} thread{plural}, batch {case.batch}, median of {count} interleaved rounds\n")
     print(f"{'step':<44} {'median':>8}      {'least':>8}      / plain SGD")
     for name in names:
         times = [1e3 * r[name] for r in rounds]
@@ -311,8 +383,37 @@ def measure(count: int, threads: int) -> None:
             f"{name:<44} {statistics.median(times):>8.2f} ms   {min(times):>8.2f} ms   {ratio:.2f}"
         )
     print(f"\n{'claim':<44} {'measured':>8}     {'target':<10}  verdict")
-    for target in TARGETS:
+    for target in case.targets:
         print(target.row(rounds))
+
+
+def peak(case: Case, name: str) -> None:
+    """Print how many bytes three steps of one contestant need at most, above the imports."""
+    torch.set_num_threads(1)
+    shared: Any = case.records(case.batch).tensors
+    case.new_model()
+    if name.startswith("Opacus"):
+        import opacus  # noqa: F401, PLC0415 - its import is not its step
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # imports much
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    makers(case, shared)[name]().turn(shared, 3)
+    print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+
+
+def compare_memory(model: str) -> None:
+    case = CASES[model]
+    shared: Any = case.records(case.batch).tensors
+    sizes: dict[str, float] = {}
+    for name in makers(case, shared):
+        again = [sys.executable, __file__, "--model", model, "--memory", "--only", name]
+        done = subprocess.run(again, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            sizes[name] = float(done.stdout.split()[-1])
+        else:
+            print(f"{name} is left out: {done.stderr.strip().splitlines()[-1][:200]}")
+    print(f"\n{'peak memory of three steps':<44} {'MB':>8}   / plain SGD")
+    for name, size in sizes.items():
+        print(f"{name:<44} {size / 1e6:>8.0f}   {size / sizes[PLAIN]:.2f}")
 
 
 def settings(threads: int) -> dict[str, str]:
@@ -327,20 +428,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time a private step of lap2 and of its peers.")
     parser.add_argument("--rounds", type=int, default=15, help="rounds to take the median of")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts")
+    parser.add_argument("--model", choices=list(CASES), default="cnn", help="what is trained")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
+    parser.add_argument("--only", help="with --memory: one contestant, in this process")
     given = parser.parse_args()
     if not given.rounds >= 1:
         parser.error(f"--rounds must be at least 1, got {given.rounds}")
     if not min(given.threads) >= 1:
         parser.error(f"--threads must be at least 1, got {min(given.threads)}")
+    warnings.filterwarnings("ignore", module="opacus")  # its advice on secure noise
+    warnings.filterwarnings("ignore", "Full backward hook is firing")  # Opacus's hooks
+    if given.memory:
+        peak(CASES[given.model], given.only) if given.only else compare_memory(given.model)
+        return
 
     wanted = [settings(threads) for threads in given.threads]
     if len(wanted) == 1 and wanted[0].items() <= os.environ.items():
-        warnings.filterwarnings("ignore", module="opacus")  # its advice on secure noise
-        warnings.filterwarnings("ignore", "Full backward hook is firing")  # Opacus's hooks
-        measure(given.rounds, given.threads[0])
+        measure(CASES[given.model], given.rounds, given.threads[0])
         return
     for threads, limits in zip(given.threads, wanted, strict=True):  # a process for each
         again = [__file__, "--rounds", str(given.rounds), "--threads", str(threads)]
+        again += ["--model", given.model]
         subprocess.run([sys.executable, *again], env=os.environ | limits, check=True)
 
 

@@ -2,6 +2,7 @@
 
 from lap2.train.budget import BudgetExhaustedError
 from lap2.train.checkpoint import CheckpointError
+from lap2.train.coverage import Coverage, coverage
 from lap2.train.denoise import Denoiser
 from lap2.train.engine import PrivacyEngine, Statement
 from lap2.train.layers import UnsupportedModuleError
@@ -13,6 +14,7 @@ __all__ = [
     "BookkeepingError",
     "BudgetExhaustedError",
     "CheckpointError",
+    "Coverage",
     "Denoiser",
     "PoissonLoader",
     "PrivacyEngine",
@@ -20,4 +22,5 @@ __all__ = [
     "Resumed",
     "Statement",
     "UnsupportedModuleError",
+    "coverage",
 ]

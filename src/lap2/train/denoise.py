@@ -92,7 +92,7 @@ class Denoiser:
             self._moments[index] = torch.lerp(self._moments[index], found, rate)
             signal, square, power = self._moments[index]
             # No more signal than is sure; if none is, the clamp with the least noise.
-            sure = signal - torch.sqrt(square * rate / sample.numel())
+            sure = signal - 2 * torch.sqrt(square * rate / sample.numel())
             share = sure.clamp_min(0.0).square() / power
             taus.append(_TAUS[int(share.argmax())])
         self._taus = taus

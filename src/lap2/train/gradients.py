@@ -1,23 +1,28 @@
-"""Per-example gradients in three shapes, none of them larger than it must be.
+"""Per-example gradients in a few shapes, none of them larger than it must be.
 
 Each kind knows its parameter, the squared norm of every example's gradient, and the sum of the
-examples' gradients under given weights. Which layer has which is in :mod:`lap2.train.layers`.
+examples' gradients under given weights. Which layer has which is in :mod:`lap2.train.layers`; a
+parameter that is used several times has the :func:`summed` of them.
 """
 
 # pyright: basic
 
 import math
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lap2.train.arena import Arena
 
-__all__ = ["Dense", "Outer", "PerExample", "Rows", "summed"]
+__all__ = ["Dense", "Outer", "PerExample", "Rows", "Tied", "summed"]
 
-_KEEP = 1 << 25
-"""Explicit per-example gradients of up to this many numbers are kept between norm and sum."""
+_LARGEST = 1 << 29
+"""Explicit gradients of more numbers than this (2 GB in float32) are refused."""
+
+_LONG_ROW = 1 << 14
+"""torch's vector_norm, which needs no temporary, adds one by one: too inexact for longer rows."""
 
 
 class PerExample(Protocol):
@@ -97,11 +102,12 @@ class Outer:
         """Choose between the inner-product form and the explicit one by what they cost."""
         self.param, self._a, self._g = param, inputs, grads
         self._channels_last, self._arena = channels_last, arena
-        batch, positions, width = inputs.shape
-        size = width * grads.shape[2]
-        inner = positions * positions * (width + grads.shape[2])
-        # Explicit gradients that can be kept make the sum nearly free.
-        self._ghost = inner < (2 * size if batch * size <= _KEEP else positions * size)
+        _, positions, width = inputs.shape
+        size, held = width * grads.shape[2], positions * (width + grads.shape[2])
+        # Explicit gradients make the sum nearly free, but must not need much more memory than what
+        # is held anyway: those of convolutions do not, those of wide sequence layers do.
+        self._keep = size <= 2 * held
+        self._ghost = not self._keep or positions * held < 2 * size
         self._values: Tensor | None = None
 
     def square_norms(self) -> Tensor:
@@ -110,12 +116,16 @@ class Outer:
         if a.shape[1] == 1:
             return (a * a).sum(dim=(1, 2)) * (g * g).sum(dim=(1, 2))
         if self._ghost:
-            inner = (torch.bmm(a, a.mT) * torch.bmm(g, g.mT)).sum(dim=(1, 2))
-            # Terms may cancel; what rounding may hide is bounded by their absolute sum.
-            lengths = (a.norm(dim=2) * g.norm(dim=2)).sum(dim=1)
-            return inner.clamp_min(0.0) + 2.0**-20 * lengths * lengths
-        # Row by row first: no sum is long enough to lose digits.
-        return torch.linalg.vector_norm(self._form(), dim=2).square().sum(dim=1)
+            inner = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT)).sum(dim=(1, 2))
+            return _rounded_up(inner, self.lengths())
+        values = self._form()
+        if values.shape[2] > _LONG_ROW:
+            return (values * values).sum(dim=(1, 2))  # adds in pairs, and so loses no digits
+        return torch.linalg.vector_norm(values, dim=2).square().sum(dim=1)
+
+    def lengths(self) -> Tensor:
+        """Sum of the norms of each example's terms; at least its gradient's norm."""
+        return (self._a.norm(dim=2) * self._g.norm(dim=2)).sum(dim=1)
 
     def abs_sums(self) -> Tensor:
         """See :class:`PerExample`."""
@@ -154,7 +164,8 @@ class Outer:
         if self._values is not None:
             return self._values
         shape = (self._a.shape[0], self._g.shape[2], self._a.shape[2])
-        if math.prod(shape) > _KEEP:
+        _refuse_huge(shape)
+        if not self._keep:
             return torch.bmm(self._g.mT, self._a)
         self._values = self._arena.empty(shape, self._a)
         return torch.bmm(self._g.mT, self._a, out=self._values)
@@ -176,9 +187,12 @@ class Rows:
     def square_norms(self) -> Tensor:
         """See :class:`PerExample`. Positions with the same row add up before they are squared."""
         same = (self._index[:, :, None] == self._index[:, None, :]).to(self._g.dtype)
-        inner = (torch.bmm(self._g, self._g.mT) * same).sum(dim=(1, 2))
-        lengths = self._g.norm(dim=2).sum(dim=1)
-        return inner.clamp_min(0.0) + 2.0**-20 * lengths * lengths
+        inner = torch.bmm(self._g, self._g.mT).mul_(same).sum(dim=(1, 2))
+        return _rounded_up(inner, self.lengths())
+
+    def lengths(self) -> Tensor:
+        """Sum of the norms of each example's terms; at least its gradient's norm."""
+        return self._g.norm(dim=2).sum(dim=1)
 
     def abs_sums(self) -> Tensor:
         """See :class:`PerExample`."""
@@ -199,12 +213,97 @@ class Rows:
         batch, _, width = self._g.shape
         shape = (batch, self.param.shape[0], width)
         index = self._index[:, :, None].expand(-1, -1, width)
-        zeros = torch.zeros(shape, dtype=self._g.dtype, device=self._g.device)
-        return zeros.scatter_add_(1, index, self._g)
+        _refuse_huge(shape)
+        return self._g.new_zeros(shape).scatter_add_(1, index, self._g)
 
 
-def summed(uses: list[PerExample]) -> PerExample:
-    """The gradients of a parameter that was used several times: explicit, so that uses add up."""
+class Tied:
+    """Gradients of a table that is looked up *and* applied as a weight: tied embeddings.
+
+    The norm of the sum needs the inner product of both parts, which is found without forming
+    either: ``<sum_t e_{i_t} r_t^T, sum_s g_s a_s^T> = sum_{t,s} g_s[i_t] <r_t, a_s>``.
+    """
+
+    def __init__(self, rows: Rows, outer: Outer) -> None:
+        """Take the gradients of both uses of one parameter."""
+        self.param, self._rows, self._outer = rows.param, rows, outer
+
+    def square_norms(self) -> Tensor:
+        """See :class:`PerExample`."""
+        rows, outer = self._rows, self._outer
+        batch, positions, _ = outer._g.shape
+        index = rows._index[:, None, :].expand(batch, positions, -1)
+        cross = outer._g.gather(2, index).mul_(torch.bmm(outer._a, rows._g.mT)).sum(dim=(1, 2))
+        inner = rows.square_norms() + outer.square_norms() + 2 * cross
+        return _rounded_up(inner, rows.lengths() + outer.lengths())
+
+    def abs_sums(self) -> Tensor:
+        """See :class:`PerExample`."""
+        return self.explicit().abs().sum(dim=(1, 2))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """See :class:`PerExample`."""
+        return self._outer.weighted_sum(weights).add_(self._rows.weighted_sum(weights))
+
+    def zero(self, bad: Tensor) -> None:
+        """See :class:`PerExample`."""
+        self._rows.zero(bad)
+        self._outer.zero(bad)
+
+    def explicit(self) -> Tensor:
+        """See :class:`PerExample`."""
+        return self._rows.explicit().add_(self._outer.explicit())
+
+
+def summed(uses: Sequence[PerExample]) -> PerExample:
+    """The gradients of a parameter that was used several times.
+
+    Uses of one kind are one use with more positions, so that no gradient is formed.
+    """
     if len(uses) == 1:
         return uses[0]
-    return Dense(uses[0].param, torch.stack([use.explicit() for use in uses]).sum(dim=0))
+    rows, outers = _of(Rows, uses), _of(Outer, uses)
+    joined: list[PerExample] = [use for use in uses if isinstance(use, (Dense, Tied))]
+    if rows:
+        index, grads = zip(*((r._index, r._g) for r in rows), strict=True)
+        joined.append(Rows(rows[0].param, torch.cat(index, dim=1), torch.cat(grads, dim=1)))
+    if outers:
+        a, g = zip(*((o._a, o._g) for o in outers), strict=True)
+        first = outers[0]
+        joined.append(
+            Outer(
+                first.param,
+                torch.cat(a, dim=1),
+                torch.cat(g, dim=1),
+                arena=first._arena,
+                channels_last=first._channels_last,
+            )
+        )
+    if len(joined) == 1:
+        return joined[0]
+    if len(joined) == 2 and rows and outers:
+        return Tied(_of(Rows, joined)[0], _of(Outer, joined)[0])
+    return Dense(uses[0].param, sum(use.explicit() for use in joined))  # type: ignore[arg-type]
+
+
+Kind = TypeVar("Kind")
+
+
+def _of(kind: type[Kind], uses: Sequence[object]) -> list[Kind]:
+    return [use for use in uses if isinstance(use, kind)]
+
+
+def _rounded_up(squares: Tensor, lengths: Tensor) -> Tensor:
+    """Squared norms made of terms that may cancel, plus what rounding may have hidden.
+
+    That is bounded by the square of the terms' absolute sum, ``lengths``, times a few units.
+    """
+    return squares.clamp_min(0.0) + 8 * torch.finfo(squares.dtype).eps * lengths * lengths
+
+
+def _refuse_huge(shape: tuple[int, ...]) -> None:
+    if math.prod(shape) > _LARGEST:
+        raise ValueError(
+            f"per-example gradients of shape {shape} are too large to be formed, which the l1 "
+            "norm needs: use mechanism='laplace', a smaller max_physical_batch_size, or freeze it"
+        )

@@ -2,7 +2,7 @@
 
 # pyright: basic
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from lap2.train.arena import Arena
 from lap2.train.gradients import Dense, Outer, PerExample, Rows
 
-__all__ = ["UnsupportedModuleError", "gradients_of", "is_known", "refuse_mixing"]
+__all__ = [
+    "UnsupportedModuleError",
+    "gradients_by_vmap",
+    "gradients_of",
+    "is_known",
+    "mixing",
+    "needs_input",
+    "only_small",
+    "projection_gradients",
+    "trains",
+]
 
 
 class UnsupportedModuleError(ValueError):
@@ -21,68 +31,152 @@ class UnsupportedModuleError(ValueError):
 
 def is_known(module: nn.Module) -> bool:
     """Whether the module's gradients come from book-keeping; others go through ``torch.func``."""
-    return type(module) in _RULES
+    return _rule_of(module) is not None
 
 
-def gradients_of(module: nn.Module, args: tuple, grad: Tensor, *, arena: Arena) -> list[PerExample]:
-    """Per-example gradients of the module's own trainable parameters, in float32 or wider.
+def needs_input(module: nn.Module) -> bool:
+    """Whether a known layer's gradients need its input: a bias alone does not."""
+    weight: Any = getattr(module, "weight", None)
+    return weight is None or trains(weight)
+
+
+def only_small(module: nn.Module) -> bool:
+    """Whether a known layer's gradients are vectors, which are best formed at once."""
+    return not needs_input(module) or _rule_of(module) in _SMALL
+
+
+def gradients_of(
+    module: nn.Module, inputs: Tensor | None, grad: Tensor, *, arena: Arena
+) -> list[PerExample]:
+    """Per-example gradients of a known layer's own trainable parameters, in float32 or wider.
 
     Args:
         module: the layer.
-        args: what its forward was called with.
+        inputs: what its forward was called with; None if :func:`needs_input` says so. If it was
+            the same for all examples, it may lack the batch, or have one of size 1.
         grad: the gradient of the *sum* of the examples' losses with respect to its output.
         arena: scratch memory; what is returned is valid until it is reset.
     """
-    grad = _wide(grad)
-    if type(module) in _RULES:
-        inputs = args[0] if isinstance(module, nn.Embedding) else _wide(args[0])
-        return _RULES[type(module)](module, inputs, grad, arena)
-    return _by_vmap(module, args, grad)
+    grad, rule = _wide(grad), _rule_of(module)
+    if rule is None:
+        raise UnsupportedModuleError(f"{type(module).__name__} has no rule")
+    if inputs is None:
+        return _offset(module, grad, channels_last=rule not in (_conv, _group_norm))
+    if isinstance(module, nn.Embedding):
+        return _embedding(module, inputs.expand(grad.shape[:-1]), grad, arena)
+    return rule(module, _wide(inputs).expand(grad.shape[0], *inputs.shape[1:]), grad, arena)
 
 
-def refuse_mixing(root: nn.Module) -> None:
-    """Refuse modules that mix the examples of a batch."""
-    for name, module in root.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UnsupportedModuleError(
-                f"module {name!r} is a {type(module).__name__}, which mixes the examples of a "
-                "batch: no per-example gradient exists. Use nn.GroupNorm or nn.LayerNorm instead"
-            )
-        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-            raise UnsupportedModuleError(
-                f"module {name!r} keeps running statistics of private data: make it with "
-                "track_running_stats=False"
-            )
-        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-            raise UnsupportedModuleError(
-                f"module {name!r} is a {type(module).__name__}, whose fused kernels hide the "
-                "per-example gradients: write it with nn.Linear layers"
-            )
+def mixing(module: nn.Module) -> str | None:
+    """Why this module by itself rules out per-example gradients, and what to use; else None."""
+    kind = type(module).__name__
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return (
+            f"is a {kind}, which mixes the examples of a batch: no per-example gradient exists. "
+            "Use nn.GroupNorm or nn.LayerNorm instead"
+        )
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        return "keeps running statistics of private data: make it with track_running_stats=False"
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (
+        module.max_norm is not None or module.scale_grad_by_freq
+    ):
+        return (
+            f"is an {kind} that must be made with max_norm=None and scale_grad_by_freq=False: both "
+            "depend on the other examples of the batch"
+        )
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return (
+            f"is a {kind}, whose fused kernels hide the per-example gradients: write it with "
+            "nn.Linear layers"
+        )
+    return None
+
+
+def trains(param: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a parameter is trained, also while a recorder has switched its gradient off."""
+    return param is not None and getattr(param, "_lap2_trained", param.requires_grad)
 
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-def _trains(param: Tensor | None) -> TypeGuard[Tensor]:
-    return param is not None and getattr(param, "_lap2_trained", param.requires_grad)
+def _rule_of(module: nn.Module) -> Callable[..., list[PerExample]] | None:
+    kind = type(module)
+    return _RULES.get(kind) or _FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _offset(module: nn.Module, g: Tensor, *, channels_last: bool) -> list[PerExample]:
+    """A bias that is trained alone: what is added everywhere, summed over where."""
+    bias: Any = module.bias
+    drop = list(range(1, g.dim() - bias.dim()) if channels_last else range(2, g.dim()))
+    return [Dense(bias, g.sum(dim=drop) if drop else g)]
 
 
 def _linear(module: nn.Linear, a: Tensor, g: Tensor, arena: Arena) -> list[PerExample]:
-    a, g = (t.unsqueeze(1) if t.dim() == 2 else t.flatten(1, -2) for t in (a, g))
+    a, g = _positions(a), _positions(g)
     found: list[PerExample] = []
-    if _trains(module.weight):
+    if trains(module.weight):
         found.append(Outer(module.weight, a, g, arena=arena))
-    if _trains(module.bias):
+    if trains(module.bias):
         found.append(Dense(module.bias, g.sum(dim=1)))
     return found
 
 
+def _transposed_linear(module: Any, a: Tensor, g: Tensor, arena: Arena) -> list[PerExample]:
+    """A linear layer that stores (inputs, outputs), as GPT-2's: the factors trade places."""
+    a, g = _positions(a), _positions(g)
+    found: list[PerExample] = [Outer(module.weight, g, a, arena=arena)]
+    if trains(module.bias):
+        found.append(Dense(module.bias, g.sum(dim=1)))
+    return found
+
+
+def _positions(tensor: Tensor) -> Tensor:
+    """From (batch, ..., width) to (batch, positions, width)."""
+    return tensor.unsqueeze(1) if tensor.dim() == 2 else tensor.flatten(1, -2)
+
+
+def projection_gradients(
+    weight: Tensor,
+    bias: Tensor | None,
+    inputs: Tensor | None,
+    grad: Tensor,
+    *,
+    start: int,
+    arena: Arena,
+) -> list[PerExample]:
+    """Of a stacked projection of which only the rows from ``start`` were used on ``inputs``.
+
+    Args:
+        weight: the stacked weights; or only those used, if there are no more rows.
+        bias: the stacked offsets, if any.
+        inputs: what they were applied to, (batch or 1, positions, width); None if the weight is
+            not trained.
+        grad: the gradient of what came out.
+        start: the first row used.
+        arena: see :func:`gradients_of`.
+    """
+    g = _wide(grad)
+    found: list[PerExample] = []
+    if trains(weight) and inputs is not None:
+        a = _wide(inputs).expand(len(g), -1, -1)
+        rows = g if weight.shape[0] == g.shape[2] else _placed(g, start, weight.shape[0])
+        found.append(Outer(weight, a, rows, arena=arena))
+    if trains(bias):
+        found.append(Dense(bias, _placed(g.sum(dim=1), start, bias.shape[0])))
+    return found
+
+
+def _placed(g: Tensor, start: int, size: int) -> Tensor:
+    return F.pad(g, (start, size - start - g.shape[-1]))
+
+
 def _conv(module: nn.Conv1d | nn.Conv2d, a: Tensor, g: Tensor, arena: Arena) -> list[PerExample]:
     found: list[PerExample] = []
-    if _trains(module.bias):
+    if trains(module.bias):
         found.append(Dense(module.bias, g.flatten(2).sum(dim=2)))
-    if not _trains(module.weight):
+    if not trains(module.weight):
         return found
     if module.groups == 1 and isinstance(module, nn.Conv2d):
         grads = g.permute(0, 2, 3, 1).flatten(1, 2)
@@ -139,14 +233,9 @@ def _patches(module: nn.Conv1d | nn.Conv2d, a: Tensor) -> Tensor:
 
 
 def _embedding(module: nn.Embedding, index: Tensor, g: Tensor, _: Arena) -> list[PerExample]:
-    if not _trains(module.weight):
+    if not trains(module.weight):
         return []
-    if module.max_norm is not None or module.scale_grad_by_freq:
-        raise UnsupportedModuleError(
-            "nn.Embedding must have max_norm=None and scale_grad_by_freq=False: both depend on the "
-            "other examples of the batch"
-        )
-    index = index.reshape(index.shape[0], -1)
+    index = index.flatten(1) if index.dim() > 1 else index[:, None]
     g = g.reshape(*index.shape, g.shape[-1])
     if module.padding_idx is not None:
         g = g * (index != module.padding_idx)[:, :, None]
@@ -161,7 +250,7 @@ def _norm(module: nn.Module, normalised: Tensor, g: Tensor, keep: slice) -> list
     weight: Any = module.weight
     offset: Any = getattr(module, "bias", None)
     for param, values in ((weight, g * normalised), (offset, g)):
-        if _trains(param):
+        if trains(param):
             found.append(Dense(param, values.sum(dim=drop) if drop else values))
     return found
 
@@ -181,6 +270,12 @@ def _group_norm(module: nn.GroupNorm, a: Tensor, g: Tensor, _: Arena) -> list[Pe
     return _norm(module, normalised, g, slice(0, 1))
 
 
+def _layer_scale(module: nn.Module, a: Tensor, g: Tensor, _: Arena) -> list[PerExample]:
+    """One gain for each channel of the last dimension, under whatever name."""
+    (gain,) = module.parameters(recurse=False)
+    return [Dense(gain, _positions(a * g).sum(dim=1))]
+
+
 _RULES: dict[type[nn.Module], Callable[..., list[PerExample]]] = {
     nn.Linear: _linear,
     nn.Conv1d: _conv,
@@ -191,30 +286,54 @@ _RULES: dict[type[nn.Module], Callable[..., list[PerExample]]] = {
     nn.GroupNorm: _group_norm,
 }
 
+# By name, so that the libraries need not be installed, nor imported.
+_FOREIGN: dict[str, Callable[..., list[PerExample]]] = {
+    "transformers.pytorch_utils.Conv1D": _transposed_linear,
+    "transformers.models.dinov2.modeling_dinov2.Dinov2LayerScale": _layer_scale,
+    "timm.layers.layer_scale.LayerScale": _layer_scale,
+    "timm.layers.norm.LayerNorm": _layer_norm,
+}
 
-def _by_vmap(module: nn.Module, args: tuple, grad: Tensor) -> list[PerExample]:
-    """The readable version, for every module without a rule: one example at a time, vectorised."""
-    trained = {name: p.detach() for name, p in module.named_parameters() if _trains(p)}
-    others = {name: p.detach() for name, p in module.named_parameters() if not _trains(p)}
+_SMALL = (_layer_norm, _rms_norm, _group_norm, _layer_scale)
+
+
+def gradients_by_vmap(
+    module: nn.Module, args: tuple, kwargs: Mapping[str, Any], grad: Tensor
+) -> list[PerExample]:
+    """The readable version, for every module without a rule: one example at a time, vectorised.
+
+    Always right if the module treats the examples one by one, but it runs the module again and
+    forms every gradient. Randomness is refused: another draw would have other gradients.
+    """
+    own = dict(module.named_parameters())
+    trained = {name: p.detach() for name, p in own.items() if trains(p)}
+    others = {name: p.detach() for name, p in own.items() if not trains(p)}
     buffers = dict(module.named_buffers())
+    keys, values = list(kwargs), (*args, *kwargs.values())
+    batched = [isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == len(grad) for t in values]
+    for value, ok in zip(values, batched, strict=True):
+        if isinstance(value, Tensor) and not ok and value.shape[:1] not in ((), (1,)):
+            raise UnsupportedModuleError(
+                f"{type(module).__name__} has no rule for per-example gradients: every tensor it "
+                f"is called with must have the batch of {len(grad)} as first dimension, got shape "
+                f"{tuple(value.shape)}"
+            )
 
     def one(params: dict, example: tuple, g: Tensor) -> Tensor:
-        inputs = tuple(t.unsqueeze(0) if isinstance(t, Tensor) else t for t in example)
-        output = torch.func.functional_call(module, (params, others, buffers), inputs)
+        inputs = [t.unsqueeze(0) if ok else t for t, ok in zip(example, batched, strict=True)]
+        named = dict(zip(keys, inputs[len(args) :], strict=True))
+        output = torch.func.functional_call(
+            module, (params, others, buffers), tuple(inputs[: len(args)]), named
+        )
         return (_wide(output) * g.unsqueeze(0)).sum()
 
-    axes = tuple(0 if isinstance(t, Tensor) else None for t in args)
+    axes = tuple(0 if ok else None for ok in batched)
     compute = torch.func.vmap(torch.func.grad(one), in_dims=(None, axes, 0), randomness="error")
     try:
-        values = compute(trained, tuple(_detached(t) for t in args), grad)
+        found = compute(trained, values, _wide(grad))
     except RuntimeError as error:
         raise UnsupportedModuleError(
             f"{type(module).__name__} has no rule for per-example gradients, and computing them "
             f"one by one failed: {error}"
         ) from error
-    params = dict(module.named_parameters())
-    return [Dense(params[name], values[name]) for name in trained]
-
-
-def _detached(value: object) -> object:
-    return value.detach() if isinstance(value, Tensor) else value
+    return [Dense(own[name], _wide(found[name])) for name in trained]

@@ -1,34 +1,43 @@
 """Book-keeping: one backward pass that leaves, for every layer, what per-example gradients need.
 
-During a training forward pass the parameters do not require gradients, so that autograd computes
+Inside a layer's training forward its parameters do not require gradients, so that autograd computes
 the gradients of layer outputs only. A tap on each output keeps that gradient, a hook the input.
 """
 
 # pyright: basic
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 
 from lap2.train.arena import Arena
-from lap2.train.gradients import PerExample, summed
-from lap2.train.layers import UnsupportedModuleError, gradients_of, is_known, refuse_mixing
+from lap2.train.attention import attend
+from lap2.train.coverage import Unit, is_attention, plan
+from lap2.train.gradients import Dense, PerExample, summed
+from lap2.train.layers import (
+    UnsupportedModuleError,
+    gradients_by_vmap,
+    gradients_of,
+    is_known,
+    needs_input,
+    only_small,
+    projection_gradients,
+    trains,
+)
+from lap2.train.records import Record, Tap, batch_size
+from lap2.train.verify import (
+    REENTRANT,
+    BookkeepingError,
+    Verifier,
+    map_tensors,
+    refuse_uneven_labels,
+)
 
 __all__ = ["BookkeepingError", "Recorded", "Recorder"]
-
-
-class BookkeepingError(RuntimeError):
-    """What was recorded are not the per-example gradients of the loss; nothing was released."""
-
-
-@dataclass
-class _Record:
-    module: nn.Module
-    args: tuple
-    versions: tuple[int, ...]
-    grad: Any = None
 
 
 class Recorded(NamedTuple):
@@ -45,25 +54,11 @@ class Recorded(NamedTuple):
     gradients: list[PerExample]
 
 
-class _Tap(torch.autograd.Function):
-    """The identity, which also keeps the gradient that comes back through it."""
-
-    @staticmethod
-    def forward(ctx, output, anchor, record):  # noqa: ARG004 - the anchor only requires a gradient
-        ctx.record = record
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx, grad):
-        record = ctx.record
-        record.grad = grad.detach() if record.grad is None else record.grad + grad.detach()
-        return grad if ctx.needs_input_grad[0] else None, None, None
-
-
 class Recorder:
     """Hooks on a model that record what one or more backward passes reveal.
 
-    The model itself, its class and its state_dict stay the user's own.
+    The model itself, its class and its state_dict stay the user's own. What is recorded how is
+    decided by :func:`lap2.train.coverage.plan`.
 
     Args:
         model: in training mode its forward is recorded; otherwise nothing happens.
@@ -71,7 +66,10 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         """Check the model, mark what is trained, and hang up the hooks."""
-        refuse_mixing(model)
+        units = plan(model)
+        for unit in units:
+            if unit.how == "refused":
+                raise UnsupportedModuleError(f"module {unit.name!r} {unit.reason}")
         self.model = model
         self.params = [p for p in model.parameters() if p.requires_grad]
         if not self.params:
@@ -79,148 +77,258 @@ class Recorder:
         for param in self.params:
             param._lap2_trained = True  # pyright: ignore[reportAttributeAccessIssue]
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self._records: list[_Record] = []
+        self._records: list[Record] = []
         self._arena = Arena()
-        self._checked = self._collecting = False
-        self._anchor: Tensor | None = None
-        self._handles = [model.register_forward_pre_hook(self._begin, prepend=True)]
-        for module in _units(model):
-            self._handles.append(module.register_forward_hook(self._record, with_kwargs=True))
-        # Last, because the model itself may be a layer.
-        self._handles.append(model.register_forward_hook(self._end, always_call=True))
-        for module in model.modules():
-            if getattr(module, "inplace", False):
-                setattr(module, "inplace", False)  # noqa: B010 - a tapped output must not be overwritten
+        self._verifier = Verifier({p: self.names[id(p)] for p in self.params})
+        self._batch = 0
+        self._in_forward = self._collecting = False
+        self._anchor = torch.zeros((), device=self.params[0].device, requires_grad=True)
+        self._seen: set[nn.Module] = set()
+        self._shared: dict[nn.Module, bool] = {}
+        self._entered: set[nn.Module] = set()
+        self._hang(units)
+
+    def _hang(self, units: list[Unit]) -> None:
+        model = self.model
+        begin = model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        self._handles = [begin]
+        self._rewritten: list[nn.Module] = []
+        for unit in units:
+            module, enter = unit.module, partial(self._enter, unit)
+            self._handles.append(module.register_forward_pre_hook(enter))
+            leave = partial(self._leave, unit)
+            self._handles.append(
+                module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+            )
+            if is_attention(module):
+                module.forward = partial(self._attend, module)
+                self._rewritten.append(module)
+        # Last, because the model itself may be a unit.
+        end = model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
+        self._handles.append(end)
+        # A tapped output must not be overwritten.
+        self._inplace = [m for m in model.modules() if getattr(m, "inplace", False)]
+        for module in self._inplace:
+            setattr(module, "inplace", False)  # noqa: B010 - not an attribute of all modules
 
     def remove(self) -> None:
         """Take all hooks off; the model is as it was."""
         for handle in self._handles:
             handle.remove()
+        self._verifier.remove()
+        for module in self._rewritten:
+            del module.__dict__["forward"]
+        for module in self._inplace:
+            setattr(module, "inplace", True)  # noqa: B010
         for param in self.params:
             del param._lap2_trained  # pyright: ignore[reportAttributeAccessIssue]
 
     def discard(self) -> None:
         """Forget what was recorded."""
+        for record in self._records:
+            record.forget()
         self._records.clear()
+        self._verifier.restart()
 
     @torch.no_grad()
     def collect(self, *, loss_reduction: str) -> Recorded:
         """What was recorded since the last time; valid until the next time.
 
         Raises:
-            BookkeepingError: an activation was changed in place, or (on the first batch) the
-                recorded gradients do not add up to autograd's own.
+            BookkeepingError: an activation was changed in place, or (on the first batches) the
+                recorded gradients are not autograd's own.
         """
-        records, self._records = [r for r in self._records if r.grad is not None], []
-        if not records:
-            return Recorded(0, 1.0, [])
-        batch = records[0].grad.shape[0]
+        records, self._records = self._records, []
+        records = [r for r in records if r.grad is not None or r.found]
+        batch = records[0].batch if records else 0
         if batch == 0:
+            self._verifier.restart()
             return Recorded(0, 1.0, [])
+        self._arena.reset()
         self._collecting = True  # modules without a rule are run again, unrecorded
         try:
             gradients = self._gradients(records, batch)
         finally:
             self._collecting = False
-        if not self._checked:
-            self._check(gradients, batch)
+        if not self._verifier.is_done:
+            self._verifier.compare(gradients, batch)
         return Recorded(batch, float(batch) if loss_reduction == "mean" else 1.0, gradients)
 
-    def _gradients(self, records: list[_Record], batch: int) -> list[PerExample]:
-        self._arena.reset()
-        by_param: dict[int, list[PerExample]] = {}
+    def _gradients(self, records: list[Record], batch: int) -> list[PerExample]:
+        by_param: dict[Tensor, list[PerExample]] = {}
         for record in records:
-            if record.versions != _versions(record.args):
+            if record.batch != batch:
                 raise BookkeepingError(
-                    f"the input of a {type(record.module).__name__} was changed in place after it "
-                    "was used: its gradient cannot be known. Avoid in-place operations on it"
+                    f"all forward passes before a step must be of one batch, got {batch} and "
+                    f"{record.batch} examples"
                 )
-            if record.grad.shape[0] != batch:
-                raise BookkeepingError(
-                    f"every layer must see the batch of {batch} as its first dimension, got "
-                    f"{record.grad.shape[0]} in a {type(record.module).__name__}"
-                )
-            for found in gradients_of(record.module, record.args, record.grad, arena=self._arena):
-                by_param.setdefault(id(found.param), []).append(found)
+            for found in record.gradients():
+                by_param.setdefault(found.param, []).append(found)
         return [summed(uses) for uses in by_param.values()]
 
-    def _check(self, gradients: list[PerExample], batch: int) -> None:
-        """The first batch is also differentiated the ordinary way; both must agree."""
-        found = {id(g.param): g for g in gradients}
-        for param in self.params:
-            truth = param.grad
-            if truth is None:
-                continue
-            name = self.names[id(param)]
-            if id(param) not in found:
-                raise BookkeepingError(
-                    f"parameter {name!r} has a gradient but is used outside a module's forward, "
-                    "where per-example gradients cannot be seen: use it through its own module, "
-                    "or freeze it"
-                )
-            ours = found[id(param)].weighted_sum(truth.new_ones(batch))
-            scale = truth.abs().max()
-            if scale.isfinite() and not (ours - truth).abs().max() <= 1e-2 * scale + 1e-6:
-                raise BookkeepingError(
-                    f"the recorded gradient of {name!r} differs from autograd's: it is used "
-                    "outside its own module's forward, or a layer does not have the batch first"
-                )
-        for param in self.params:
-            param.grad = None
-        self._checked = True
-
-    def _begin(self, *_: object) -> None:
-        if not (self.model.training and torch.is_grad_enabled()) or self._collecting:
+    def _begin(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not self._is_training():
             return
-        self._anchor = torch.zeros((), device=self.params[0].device, requires_grad=True)
+        batch = batch_size((args, kwargs))
+        if batch is None:
+            raise UnsupportedModuleError(
+                "the model must be called with tensors that have the batch as first dimension"
+            )
+        self._batch = batch
+        self._in_forward = self._verifier.watching = True
+        self._seen.clear()
         for param in self.params:
             param.grad = None
-            # The first batch is differentiated the ordinary way too, to compare.
-            param.requires_grad_(not self._checked)
 
-    def _end(self, *_: object) -> None:
-        if self._anchor is not None:
-            self._anchor = None
-            for param in self.params:
-                param.requires_grad_(True)
-
-    def _record(
-        self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor
-    ) -> Tensor | None:
-        if self._anchor is None:
+    def _end(self, _: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:  # noqa: ARG002
+        if not self._in_forward:
             return None
-        if kwargs and not is_known(module):
-            raise UnsupportedModuleError(
-                f"{type(module).__name__} must be called with positional arguments, got "
-                f"{list(kwargs)}"
-            )
-        args = args or tuple(kwargs.values())
+        self._in_forward = False
+        if output is None:  # the forward failed
+            return None
+        tensors: list[Tensor] = []
+        map_tensors(lambda t: tensors.append(t) or t, output)
+        if any(t.dim() == 0 for t in tensors):
+            refuse_uneven_labels(kwargs.get("labels"))
+        if self._verifier.is_done:
+            return None
+
+        def watch(tensor: Tensor) -> Tensor:
+            look = partial(self._verifier.look, tensor, tensors, self._batch)
+            return Tap.apply(tensor, self._anchor, None, look)
+
+        return map_tensors(watch, output)
+
+    def _is_training(self) -> bool:
+        return self.model.training and torch.is_grad_enabled() and not self._collecting
+
+    def _is_recorded(self) -> bool:
+        """Within the model's forward, or when checkpointing runs part of it again in backward."""
+        return self._is_training() and (self._in_forward or _in_backward())
+
+    def _enter(self, unit: Unit, module: nn.Module, _: tuple) -> None:
+        if not self._is_recorded():
+            return
+        self._entered.add(module)
+        for name, param in unit.params.items():
+            param.requires_grad_(self._verifier.wants(param))
+            if unit.how == "copies":  # an attribute of the instance hides the parameter
+                copies = self._for_each(param)
+                rule = partial(_copy_gradient, param)
+                module.__dict__[name] = self._tap(copies, module, rule, small=True)
+
+    def _leave(self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        if module not in self._entered:
+            return None
+        self._entered.remove(module)
+        for name, param in unit.params.items():
+            param.requires_grad_(True)
+            if unit.how == "copies":
+                module.__dict__.pop(name, None)
+        if output is None or unit.how == "copies" or module in self._rewritten:
+            return None
         if not isinstance(output, Tensor):
             raise UnsupportedModuleError(
                 f"{type(module).__name__} must return one tensor to have per-example gradients"
             )
-        kept = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
-        record = _Record(module, kept, _versions(kept))
+        if not is_known(module):
+            return self._by_vmap(module, args, kwargs, output)
+        return self._by_rule(module, args[0] if args else next(iter(kwargs.values())), output)
+
+    def _by_rule(self, module: nn.Module, given: Tensor, output: Tensor) -> Tensor:
+        """A known layer; what it gave to all examples at once is given to each."""
+        output = self._for_each(output, shared=self._is_shared(module, given))
+        held = given.detach() if needs_input(module) else None
+        rule = partial(gradients_of, module, held, arena=self._arena)
+        return self._tap(output, module, rule, (held,), small=only_small(module))
+
+    def _by_vmap(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        args = tuple(_detached(value) for value in args)
+        kwargs = {name: _detached(value) for name, value in kwargs.items()}
+        rule = partial(gradients_by_vmap, module, args, kwargs)
+        return self._tap(output, module, rule, (*args, *kwargs.values()))
+
+    def _attend(self, module: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+        """The forward of an attention module, in steps that can be recorded."""
+        if not self._is_recorded():
+            return type(module).forward(module, *args, **kwargs)
+        return attend(module, partial(self._project, module), *args, **kwargs)
+
+    def _project(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: slice,
+    ) -> Tensor:
+        def used(stacked: Tensor) -> Tensor:
+            return stacked if len(stacked) == rows.stop - rows.start else stacked[rows]
+
+        output = F.linear(x, used(weight), None if bias is None else used(bias))
+        held = x.detach() if trains(weight) else None
+        rule = partial(
+            projection_gradients, weight, bias, held, start=rows.start, arena=self._arena
+        )
+        return self._tap(self._for_each(output), module, rule, (held,))
+
+    def _is_shared(self, module: nn.Module, given: Tensor) -> bool:
+        """Whether an embedding is looked up once for all examples, as positions 0, 1, ... are.
+
+        Decided the first time, because the batch may later happen to be as long as the sequence.
+        """
+        if not isinstance(module, nn.Embedding) or given.dim() != 1:
+            return False
+        if len(given) == self._batch == 1:
+            return False
+        return self._shared.setdefault(module, len(given) != self._batch)
+
+    def _for_each(self, output: Tensor, *, shared: bool = False) -> Tensor:
+        """What is broadcast over the batch, one for each example, with a gradient of its own."""
+        if shared:
+            return output.expand(self._batch, *output.shape)
+        if output.shape[0] == 1:
+            return output.expand(self._batch, *output.shape[1:])
+        return output
+
+    def _tap(
+        self,
+        output: Tensor,
+        module: nn.Module,
+        rule: Callable[[Tensor], list[PerExample]],
+        held: tuple = (),
+        *,
+        small: bool = False,
+    ) -> Tensor:
+        if _in_backward():
+            # Checkpointing computes again what backward needs. The first time was recorded; this
+            # time only the graph must look the same.
+            if module not in self._seen:
+                raise BookkeepingError(REENTRANT)
+            return Tap.apply(output, self._anchor, None, _ignore)
+        self._seen.add(module)
+        inputs = tuple(value for value in held if isinstance(value, Tensor))
+        copied = output.shape[0] > 1 and output.stride(0) == 0
+        record = Record(type(module).__name__, self._batch, rule, inputs, small, copied)
         self._records.append(record)
-        return _Tap.apply(output, self._anchor, record)
+        return Tap.apply(output, self._anchor, record, partial(self._receive, record))
+
+    def _receive(self, record: Record, grad: Tensor) -> None:
+        if not self._verifier.running:
+            record.keep(grad)
 
 
-def _units(model: nn.Module) -> list[nn.Module]:
-    """The modules to record: known layers, and the whole module that owns any other parameter."""
-    units: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        if own:
-            units.append(module)
-            if not is_known(module):
-                return
-        for child in module.children():
-            visit(child)
-
-    visit(model)
-    return list(dict.fromkeys(units))
+def _copy_gradient(param: Tensor, grad: Tensor) -> list[PerExample]:
+    return [Dense(param, grad if grad.dtype == torch.float64 else grad.float())]
 
 
-def _versions(args: tuple) -> tuple[int, ...]:
-    return tuple(a._version for a in args if isinstance(a, Tensor))
+def _ignore(_: Tensor) -> None:
+    pass
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,124 @@
+"""What is kept of one use of a layer between forward and collection."""
+
+# pyright: basic
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lap2.train.gradients import PerExample
+from lap2.train.verify import BookkeepingError, weigh
+
+__all__ = ["Record", "Tap", "batch_size"]
+
+
+@dataclass(eq=False)
+class Record:
+    """One use of a module's parameters.
+
+    Attributes:
+        name: of the module's class, for messages.
+        batch: number of examples in the batch.
+        rule: from the gradient of what came out to the per-example gradients.
+        inputs: tensors that the rule holds, and must find unchanged.
+        small: whether the rule is applied as soon as the gradient is known.
+        copied: whether what came out was the same for all examples, and copied for each.
+        grad: the gradient of what came out, once there is one.
+        found: what the rule has given so far.
+        weights: set while the gradient is not to be kept, but weighed by example.
+    """
+
+    name: str
+    batch: int
+    rule: Callable[[Tensor], list[PerExample]]
+    inputs: tuple[Tensor, ...] = ()
+    small: bool = False
+    copied: bool = False
+    grad: Tensor | None = None
+    found: list[PerExample] = field(default_factory=list)
+    weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._versions = [t._version for t in self.inputs]
+
+    @property
+    def intact(self) -> bool:
+        """Whether what is held is what was used."""
+        return self._versions == [t._version for t in self.inputs]
+
+    def keep(self, grad: Tensor) -> None:
+        """Take in the gradient of what came out."""
+        if self.small and self.intact and grad.shape[0] == self.batch:
+            self.found += self.rule(grad)
+        else:
+            self.grad = grad if self.grad is None else self.grad + grad
+
+    def gradients(self) -> list[PerExample]:
+        """Per-example gradients; holds nothing afterwards.
+
+        Raises:
+            BookkeepingError: they cannot be known.
+        """
+        if not self.intact:
+            raise BookkeepingError(
+                f"the input of a {self.name} was changed in place after it was used: its gradient "
+                "cannot be known. Avoid in-place operations on it"
+            )
+        if self.grad is not None and self.grad.shape[0] != self.batch:
+            raise BookkeepingError(
+                f"every layer must see the batch of {self.batch} as its first dimension, got "
+                f"{self.grad.shape[0]} in a {self.name}"
+            )
+        found = self.found + (self.rule(self.grad) if self.grad is not None else [])
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        """Hold nothing any more, though the graph of the loss may still hold the record."""
+        self.rule, self.inputs, self.grad, self.found = _nothing, (), None, []
+
+
+class Tap(torch.autograd.Function):
+    """The identity, which also shows the gradient that comes back through it."""
+
+    @staticmethod
+    def forward(ctx, output, anchor, record, receive):  # noqa: ARG004 - an anchor has a gradient
+        """Let ``receive`` have the gradient; ``anchor`` makes sure that there is one."""
+        ctx.record, ctx.receive = record, receive
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Pass the gradient on."""
+        if ctx.record is not None and ctx.record.weights is not None:
+            grad = weigh(ctx.record.weights, grad)
+        with torch.no_grad():
+            ctx.receive(grad.detach())
+        return grad if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _nothing(_: Tensor) -> list[PerExample]:
+    return []
+
+
+def batch_size(value: Any) -> int | None:
+    """The first dimension that most tensors of a call have; of two as frequent, the larger."""
+    counts = Counter(_first_dimensions(value))
+    return max(counts, key=lambda size: (counts[size], size)) if counts else None
+
+
+def _first_dimensions(value: Any) -> Iterator[int]:
+    if isinstance(value, Tensor) and value.dim():
+        yield value.shape[0]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _first_dimensions(list(vars(value).values()))
+    elif isinstance(value, Mapping):
+        yield from _first_dimensions(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _first_dimensions(item)

@@ -1,0 +1,621 @@
+"""Transformers as they come: their clipped sums against a loop over the examples."""
+
+import copy
+import importlib.machinery
+import importlib.util
+import sys
+import types
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own custom
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lap2.train import BookkeepingError, PrivacyEngine, Recorder, UnsupportedModuleError
+from lap2.train.arena import Arena
+from lap2.train.coverage import coverage
+from lap2.train.gradients import Outer, Rows, Tied, summed
+
+BATCH, LENGTH, VOCABULARY, WIDTH = 5, 7, 40, 16
+CLIP = 0.3
+
+SMALL = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+TEXT = SMALL | {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
+IMAGE = SMALL | {"image_size": 8, "patch_size": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Anything(type):
+    """A class that has whatever is asked of it."""
+
+    def __getattr__(cls, name):
+        return name
+
+
+class Stub(types.ModuleType):
+    """A module that has whatever is asked of it."""
+
+    __path__ = ()
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return sys.modules.get(f"{self.__name__}.{name}") or Anything(name, (), {})
+
+
+@pytest.fixture(scope="module")
+def timm():
+    """Timm needs torchvision to be imported, but nothing of it for a vision transformer."""
+    names = ("", ".ops", ".ops.misc", ".transforms", ".transforms.functional", ".datasets")
+    names += (".models", ".models.feature_extraction")
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("torchvision") is None:
+            for name in names:
+                stub = Stub(f"torchvision{name}")
+                stub.__spec__ = importlib.machinery.ModuleSpec(stub.__name__, None)
+                patch.setitem(sys.modules, stub.__name__, stub)
+        yield pytest.importorskip("timm")
+
+
+def by_loop(model, batch, losses):
+    """Sum of clipped per-example gradients, one example after the other."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = {name: torch.zeros_like(p) for name, p in params.items()}
+    for i in range(BATCH):
+        one = {name: value[i : i + 1] for name, value in batch.items()}
+        grads = torch.autograd.grad(
+            losses(model, one).sum(), list(params.values()), allow_unused=True
+        )
+        found = {name: g for name, g in zip(params, grads, strict=True) if g is not None}
+        norm = torch.sqrt(sum(g.square().sum() for g in found.values()))
+        for name, grad in found.items():
+            total[name] += grad * (CLIP / norm).clamp(max=1.0)
+    return total
+
+
+def clipped(recorder, *, reduction="sum"):
+    _, scale, gradients = recorder.collect(loss_reduction=reduction)
+    norms = scale * torch.stack([g.square_norms() for g in gradients]).sum(0).sqrt()
+    weights = (CLIP / norms).clamp(max=1.0) * scale
+    return {recorder.names[id(g.param)]: g.weighted_sum(weights) for g in gradients}
+
+
+def assert_equal(found, expected, tolerance):
+    scale = max(value.norm() for value in expected.values())
+    for name, value in expected.items():
+        difference = (found.get(name, 0 * value) - value).norm()
+        assert difference <= tolerance * (value.norm() + 1e-2 * scale), name
+
+
+def agree(model, batch, losses, *, steps=2):
+    """Float64 to 1e-10 and float32 to 1e-5, on the verified first batch and on the next."""
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        model = model.to(dtype)
+        data = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+        expected = by_loop(copy.deepcopy(model), data, losses)
+        recorder = Recorder(model)
+        for _ in range(steps):
+            losses(model, data).sum().backward()
+            assert_equal(clipped(recorder), expected, tolerance)
+        assert recorder._verifier.is_done or steps == 1 or not_all_used(expected)
+        recorder.remove()
+    assert sum(float(value.norm()) > 0 for value in expected.values()) > 0.8 * len(expected)
+
+
+def not_all_used(expected):
+    return any(not value.any() for value in expected.values())
+
+
+def tokens(**more):
+    torch.manual_seed(3)
+    ids = torch.randint(2, VOCABULARY, (BATCH, LENGTH))
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, 4:], ids[1, 4:] = 0, 1
+    ids[2, 3] = ids[2, 1]  # a word that comes twice
+    return {"input_ids": ids, "attention_mask": mask, **more}
+
+
+def images():
+    torch.manual_seed(4)
+    return {"pixel_values": torch.randn(BATCH, 3, 8, 8), "y": torch.arange(BATCH) % 3}
+
+
+def labelled():
+    return tokens(y=torch.arange(BATCH) % 3)
+
+
+def of_class(model, batch):
+    inputs = {k: v for k, v in batch.items() if k != "y"}
+    return F.cross_entropy(model(**inputs).logits, batch["y"], reduction="none")
+
+
+def of_next_token(model, batch):
+    """Each example's own mean over its tokens."""
+    logits = model(**batch).logits[:, :-1].transpose(1, 2)
+    counted = batch["attention_mask"][:, 1:]
+    each = F.cross_entropy(logits, batch["input_ids"][:, 1:], reduction="none")
+    return (each * counted).sum(1) / counted.sum(1)
+
+
+def of_image(model, batch):
+    return F.cross_entropy(model(batch["pixel_values"]), batch["y"], reduction="none")
+
+
+def of_squares(model, batch):
+    output = model(**batch)
+    output = output if isinstance(output, torch.Tensor) else output.last_hidden_state
+    return output.square().flatten(1).sum(1)
+
+
+def bert(**more):
+    config = transformers.BertConfig(**TEXT | {"num_labels": 3} | more)
+    return transformers.BertForSequenceClassification(config)
+
+
+def roberta():
+    config = transformers.RobertaConfig(**TEXT, num_labels=3, type_vocab_size=1)
+    return transformers.RobertaForSequenceClassification(config)
+
+
+def gpt2(**more):
+    settings = {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY}
+    settings |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_positions": 16}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings, **tokens, **more))
+
+
+def vit():
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**IMAGE, num_labels=3))
+
+
+def dinov2():
+    config = transformers.Dinov2Config(**IMAGE, num_labels=3, layerscale_value=0.5)
+    return transformers.Dinov2ForImageClassification(config)
+
+
+def masked_bert():
+    return transformers.BertForMaskedLM(transformers.BertConfig(**TEXT))
+
+
+MODELS = {
+    "bert": (bert, labelled, of_class),
+    "bert, tied": (masked_bert, tokens, of_next_token),
+    "roberta": (roberta, labelled, of_class),
+    "gpt2, tied": (gpt2, tokens, of_next_token),
+    "vit": (vit, images, of_class),
+    "dinov2": (dinov2, images, of_class),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hugging_face_models_run_as_they_are(name):
+    torch.manual_seed(1)
+    make, data, losses = MODELS[name]
+    model = make().train()
+    assert {entry.how for entry in coverage(model).entries} <= {"book-keeping", "copies"}
+    agree(model, data(), losses)
+
+
+LORA = {
+    "bert": {"target_modules": ["query", "value"], "modules_to_save": ["classifier"]},
+    "gpt2, tied": {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+    "vit": {"target_modules": ["q_proj", "v_proj"], "bias": "lora_only"},
+    "bert, words": {"target_modules": ["word_embeddings", "query"]},
+}
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("name", LORA)
+def test_lora(name, fresh):
+    """As it starts, with a second factor of zero, and later."""
+    torch.manual_seed(1)
+    make, data, losses = MODELS[name.removesuffix(", words")]
+    config = peft.LoraConfig(r=2, **LORA[name], init_lora_weights=fresh)
+    model = peft.get_peft_model(make(), config).train()
+    if fresh:
+        recorder = Recorder(model)
+        for _ in range(2):
+            losses(model, data()).sum().backward()
+            found = clipped(recorder)
+        assert any(v.any() for k, v in found.items() if "_B" in k)
+        assert not any(v.any() for k, v in found.items() if "_A" in k and "embedding" not in k)
+        assert not recorder._verifier.is_done  # the first factor has shown nothing yet
+    else:
+        agree(model, data(), losses)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_biases_alone_keeps_no_inputs(name):
+    torch.manual_seed(1)
+    make, data, losses = MODELS[name]
+    model = make().train()
+    for key, param in model.named_parameters():
+        param.requires_grad_(key.endswith("bias"))
+    agree(model, data(), losses)
+    recorder = Recorder(model)
+    losses(
+        model, {k: v.float() if v.is_floating_point() else v for k, v in data().items()}
+    ).sum().backward()
+    assert all(record.grad is None and not record.inputs for record in recorder._records)
+
+
+def test_timm_vision_transformer(timm):
+    torch.manual_seed(1)
+    settings = {"img_size": 8, "patch_size": 4, "embed_dim": WIDTH, "depth": 2, "num_heads": 2}
+    for more in ({}, {"reg_tokens": 2, "init_values": 0.3}, {"no_embed_class": True}):
+        model = timm.models.VisionTransformer(**settings, **more, num_classes=3).train()
+        assert {e.how for e in coverage(model).entries} == {"book-keeping", "copies"}
+        agree(model, images(), of_image)
+    config = peft.LoraConfig(r=2, target_modules=["qkv"], init_lora_weights=False)
+    agree(peft.get_peft_model(model, config), images(), of_image)
+
+
+class Encoder(nn.Module):
+    def __init__(self, **more):
+        super().__init__()
+        settings = {"dim_feedforward": 24, "dropout": 0.0, "batch_first": True, **more}
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, **settings)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x, mask=None):
+        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return self.layers(x, mask=causal if mask is None else None, src_key_padding_mask=mask)
+
+
+class Decoder(nn.Module):
+    """Attends to something else, with keys and values of another width or the same."""
+
+    def __init__(self, **more):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, **more)
+
+    def forward(self, x, y, z):
+        mixed, weights = self.attention(x, y, value=z, average_attn_weights=False)
+        return mixed.flatten(1).sum(1, keepdim=True) + weights.square().flatten(1)
+
+
+def sequence(width=WIDTH, length=LENGTH, seed=5):
+    return torch.randn(BATCH, length, width, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [
+        (Encoder, {"x": sequence()}),
+        (
+            Encoder,
+            {"x": sequence(), "mask": torch.arange(LENGTH)[None] > torch.arange(2, 7)[:, None]},
+        ),
+        (lambda: Encoder(norm_first=True, bias=False), {"x": sequence()}),
+        (Decoder, {"x": sequence(), "y": sequence(length=4), "z": sequence(length=4, seed=6)}),
+        (
+            lambda: Decoder(kdim=6, vdim=5),
+            {"x": sequence(), "y": sequence(6, 4), "z": sequence(5, 4)},
+        ),
+    ],
+)
+def test_torch_attention(make, batch):
+    torch.manual_seed(1)
+    model = make().train()
+    plain = copy.deepcopy(model)
+    recorder = Recorder(model)
+    torch.testing.assert_close(model(**batch), plain(**batch))  # the same function, written out
+    model.eval(), plain.eval()
+    torch.testing.assert_close(model(**batch), plain(**batch))
+    recorder.remove()
+    assert "forward" not in vars(
+        next(m for m in model.modules() if type(m) is nn.MultiheadAttention)
+    )
+    agree(model.train(), batch, of_squares)
+
+
+@pytest.mark.parametrize("where", ["hugging face", "torch"])
+def test_gradient_checkpointing_counts_every_layer_once(where):
+    torch.manual_seed(1)
+    if where == "hugging face":
+        plain, data, losses = gpt2().train(), tokens(), of_next_token
+        model = copy.deepcopy(plain)
+        model.gradient_checkpointing_enable()
+    else:
+
+        class Checkpointed(Encoder):
+            def forward(self, x):
+                for layer in self.layers.layers:
+                    x = checkpoint(layer, x, use_reentrant=False)
+                return x
+
+        model, data, losses = Checkpointed().train(), {"x": sequence()}, of_squares
+    agree(model, data, losses)
+
+
+def test_reentrant_checkpointing_is_refused():
+    for verified in (False, True):
+        model = bert().train()
+        recorder = Recorder(model)
+        if verified:
+            of_class(model, labelled()).sum().backward()
+            recorder.collect(loss_reduction="sum")
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        with pytest.raises(BookkeepingError, match="use_reentrant=False"):
+            of_class(model, labelled()).sum().backward()
+        recorder.remove()
+
+
+def test_dropout_is_recorded_with_the_mask_that_was_drawn():
+    """Any weighted sum of the recorded gradients is autograd's, for the same masks."""
+    torch.manual_seed(1)
+    model = bert(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2).double().train()
+    plain, weights = copy.deepcopy(model), torch.rand(BATCH).double()
+    recorder = Recorder(model)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        of_class(model, labelled()).sum().backward()
+        torch.manual_seed(seed)
+        plain.zero_grad()
+        (weights * of_class(plain, labelled())).sum().backward()
+        expected = dict(plain.named_parameters())
+        for gradient in recorder.collect(loss_reduction="sum").gradients:
+            name = recorder.names[id(gradient.param)]
+            torch.testing.assert_close(gradient.weighted_sum(weights), expected[name].grad)
+
+
+def test_the_models_own_loss_is_verified_too_and_refused_if_it_mixes_examples():
+    torch.manual_seed(1)
+    data = tokens()
+    model = vit().double().train()
+    expected = by_loop(
+        copy.deepcopy(model),
+        (batch := {**images(), "pixel_values": images()["pixel_values"].double()}),
+        of_class,
+    )
+    recorder = Recorder(model)
+    for _ in range(2):
+        model(pixel_values=batch["pixel_values"], labels=batch["y"]).loss.backward()
+        found = clipped(recorder, reduction="mean")
+    assert_equal(found, expected, 1e-10)
+    assert recorder._verifier.is_done
+    model = gpt2().train()
+    recorder = Recorder(model)
+    labels = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
+    with pytest.raises(UnsupportedModuleError, match="different numbers of them"):
+        model(**data, labels=labels)
+    model(**data, labels=data["input_ids"]).loss.backward()  # as many for each: a mean of means
+    assert recorder.collect(loss_reduction="mean").batch == BATCH
+
+
+def test_the_models_own_loss_is_verified_behind_a_frozen_head():
+    """The gradient reaches every adapter through the residual stream, with none in between."""
+    config = peft.LoraConfig(
+        r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
+    )
+    recorder = Recorder(model := peft.get_peft_model(gpt2(), config).train())
+    model(**tokens(), labels=tokens()["input_ids"]).loss.backward()
+    recorder.collect(loss_reduction="mean")
+    assert recorder._verifier.is_done
+
+
+class Positions(nn.Module):
+    """Positions that have no batch dimension, as in many small language models."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(16, WIDTH)
+        self.gain = nn.Linear(1, WIDTH)
+
+    def forward(self, input_ids):
+        length = input_ids.shape[1]
+        gains = self.gain(torch.linspace(0, 1, length, dtype=self.gain.weight.dtype)[None, :, None])
+        return self.words(input_ids) * gains + self.places(torch.arange(length))
+
+
+def test_what_is_looked_up_once_for_all_examples_has_a_gradient_for_each():
+    torch.manual_seed(1)
+    ids = tokens()["input_ids"]
+    agree(Positions().train(), {"input_ids": ids}, of_squares)
+    model = Positions().double().train()
+    plain, recorder = copy.deepcopy(model), Recorder(model)
+    for length in (LENGTH, BATCH):  # the second time, there are as many positions as examples
+        batch = {"input_ids": ids[:, :length]}
+        expected = by_loop(plain, batch, of_squares)
+        of_squares(model, batch).sum().backward()
+        assert_equal(clipped(recorder), expected, 1e-10)
+    recorder.remove()
+    recorder = Recorder(model)
+    of_squares(model, {"input_ids": ids[:, :BATCH]}).sum().backward()
+    with pytest.raises(BookkeepingError):  # the first time, this cannot be told apart
+        recorder.collect(loss_reduction="sum")
+
+
+class Mixes(nn.Module):
+    """Its recorded gradients add up, but not to what each example contributed."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.token = how, nn.Parameter(torch.randn(1, WIDTH))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        if self.how == "centres the batch":
+            x = self.layer(x)
+            return x - x.mean(0)
+        if self.how == "turns the batch":
+            return self.layer(x.roll(1, 0)).roll(-1, 0)
+        return self.layer(x) + self.token.mean(0)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, inner, *, last=None):
+        super().__init__()
+        self.inner, self.last = inner, last or nn.Identity()
+
+    def forward(self, x):
+        return self.last(self.inner(x)).square().sum()
+
+
+@pytest.mark.parametrize("how", ["centres the batch", "turns the batch", "averages the copies"])
+@pytest.mark.parametrize("loss", ["outside", "inside", "inside, at once"])
+def test_gradients_of_the_wrong_example_are_found(how, loss):
+    torch.manual_seed(1)
+    model = Mixes(how)
+    if loss != "outside":
+        model = WithLoss(model, last=nn.Linear(WIDTH, WIDTH) if loss == "inside" else None)
+    recorder = Recorder(model.train())
+
+    def step():
+        model(torch.randn(BATCH, WIDTH)).square().sum().backward()
+        recorder.collect(loss_reduction="sum")
+
+    if loss == "inside, at once" and how != "averages the copies":
+        step()  # what comes after the last layer is the loss's own affair
+        return
+    with pytest.raises(BookkeepingError, match=r"belong to other examples|nothing but its loss"):
+        step()
+
+
+def test_what_cannot_be_looked_into_is_refused():
+    class Opaque:
+        def __init__(self, value):
+            self.value = value
+
+    class Hides(nn.Linear):
+        def forward(self, x):
+            return Opaque(self.inner(x))
+
+    model = Hides(1, 1)
+    model.weight, model.bias, model.inner = None, None, nn.Linear(WIDTH, 2)
+    recorder = Recorder(model.train())
+    model(torch.randn(BATCH, WIDTH)).value.sum().backward()
+    with pytest.raises(BookkeepingError, match="must return tensors"):
+        recorder.collect(loss_reduction="sum")
+
+
+def test_an_example_alone_settles_nothing():
+    """One example is never the wrong one."""
+    recorder = Recorder(model := Mixes("averages the copies").train())
+    for _ in range(2):
+        model(torch.randn(1, WIDTH)).square().sum().backward()
+        recorder.collect(loss_reduction="sum")
+    model(torch.randn(BATCH, WIDTH)).square().sum().backward()
+    with pytest.raises(BookkeepingError, match="belong to other examples"):
+        recorder.collect(loss_reduction="sum")
+
+
+def test_a_bad_first_batch_settles_nothing():
+    recorder = Recorder(model := Mixes("averages the copies").train())
+    x = torch.randn(BATCH, WIDTH)
+    x[0] = torch.nan
+    model(x).square().sum().backward()
+    recorder.collect(loss_reduction="sum")
+    assert not recorder._verifier.is_done
+
+
+def test_what_follows_the_check_costs_no_weight_gradients():
+    recorder = Recorder(model := bert().train())
+    for _ in range(3):
+        of_class(model, labelled()).sum().backward()
+        assert all(param.grad is None for param in model.parameters())
+        recorder.collect(loss_reduction="sum")
+    assert recorder._verifier.is_done
+    assert not recorder._verifier._handles
+    recorder.remove()
+    of_class(model, labelled()).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def tied_uses(dtype, *, cancel=False):
+    """Two lookups and two products of one table, and all of it formed in float64."""
+    torch.manual_seed(2)
+    table = torch.empty(30, 4, dtype=dtype)
+    index = torch.randint(0, 30, (3, 6))
+    r, a = torch.randn(3, 6, 4), torch.randn(3, 5, 4)
+    g = torch.randn(3, 5, 30)
+    if cancel:  # one product that takes away what was looked up
+        index, r = torch.full((3, 1), 7), r[:, :1]
+        a, g = r, -nn.functional.one_hot(index, 30).to(r)
+    uses = [Rows(table, index, r.to(dtype)), Outer(table, a.to(dtype), g.to(dtype), arena=Arena())]
+    formed = torch.einsum("bti,btj->bij", g.double(), a.double())
+    looked = torch.zeros(3, 30, 4, dtype=torch.float64)
+    looked.scatter_add_(1, index[:, :, None].expand(-1, -1, 4), r.double())
+    return uses, looked, formed
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+def test_sums_of_uses_have_the_norm_of_the_sum(dtype, close, monkeypatch):
+    uses, looked, formed = tied_uses(dtype)
+    weights = torch.rand(3, dtype=dtype)
+    cases = [(uses, looked + formed), ([uses[0]] * 2, 2 * looked), ([uses[1]] * 3, 3 * formed)]
+    cases.append((uses * 2, 2 * (looked + formed)))
+    for parts, truth in cases:
+        total = summed(parts)
+        torch.testing.assert_close(total.explicit().double(), truth, rtol=close, atol=close)
+        monkeypatch.setattr(Rows, "explicit", None)
+        norms, sums = total.square_norms().double(), total.weighted_sum(weights).double()
+        monkeypatch.undo()
+        exact = truth.square().sum(dim=(1, 2))
+        assert (norms >= exact * (1 - 4 * torch.finfo(dtype).eps)).all()
+        torch.testing.assert_close(norms, exact, rtol=close, atol=0)
+        expected = torch.einsum("b,bij->ij", weights.double(), truth)
+        torch.testing.assert_close(sums, expected, rtol=close, atol=close)
+    total.zero(torch.tensor([True, False, True]))
+    assert (total.square_norms() > 0).tolist() == [False, True, False]
+
+
+def test_uses_that_cancel_keep_a_norm_that_rounding_cannot_undercut():
+    uses, looked, formed = tied_uses(torch.float32, cancel=True)
+    assert not (looked + formed).any()
+    found = summed(uses)
+    assert isinstance(found, Tied)
+    assert (found.square_norms() > 0).all()
+    assert (found.square_norms() < 1e-4 * looked.square().sum(dim=(1, 2))).all()
+
+
+def test_a_large_tied_table_is_never_formed_and_l1_says_so():
+    """GPT-2's own vocabulary: formed, the gradients of these examples would need 3 GB."""
+    table, index = torch.empty(50257, 768), torch.randint(0, 50257, (20, 3))
+    outer = Outer(table, torch.randn(20, 2, 768), torch.randn(20, 2, 50257), arena=Arena())
+    total = summed([Rows(table, index, torch.randn(20, 3, 768)), outer])
+    assert total.square_norms().shape == (20,)
+    assert total.weighted_sum(torch.ones(20)).shape == table.shape
+    with pytest.raises(ValueError, match="too large to be formed"):
+        total.abs_sums()
+
+
+def test_the_engine_trains_a_transformer():
+    torch.manual_seed(1)
+    model = bert(hidden_dropout_prob=0.1).train()
+    data = labelled()
+    records = torch.utils.data.TensorDataset(
+        *(value.repeat(8, 1) for value in (data["input_ids"],))
+    )
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        data_loader=torch.utils.data.DataLoader(records, batch_size=20),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for (ids,) in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(input_ids=ids).logits, ids[:, 0] % 3).backward()
+        optimizer.step()
+    assert engine.accountant.steps == 2
+    assert engine.skipped_examples == 0
+    assert all(param.grad.isfinite().all() for param in model.parameters())
