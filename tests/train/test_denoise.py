@@ -27,7 +27,7 @@ def released(kind, size, steps=20):
 @pytest.mark.parametrize("kind", SIGNALS)
 def test_the_signal_in_a_clamp_is_estimated_without_bias(kind):
     s, (y,) = released(kind, 1_000_000, steps=1)
-    estimate, _, power = _moments(
+    estimate, _, _, power = _moments(
         torch.from_numpy(y).abs().float(), torch.tensor(_TAUS, dtype=torch.float32)
     )
     for tau, value, square in zip(_TAUS, estimate, power, strict=True):
@@ -48,7 +48,7 @@ def test_auto_is_nearly_as_good_as_the_best_clamp(kind):
     clamps = [[np.clip(y, -t, t) for y in steps] for t in _TAUS]
     shares = [sum((s * f).sum() for f in fs) ** 2 / sum((f**2).sum() for f in fs) for fs in clamps]
     chosen = shares[_TAUS.index(tau)]
-    assert kind == "none" or chosen >= 0.9 * max(shares)
+    assert kind == "none" or chosen >= 0.85 * max(shares)
     assert kind in {"none", "small"} or min(shares) < 0.8 * max(shares)
     assert tau == 0.1 or kind != "none"
     assert tau == math.inf or kind != "huge"

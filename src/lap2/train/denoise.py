@@ -90,16 +90,27 @@ class Denoiser:
             if index == len(self._moments):
                 self._moments.append(found)
             self._moments[index] = torch.lerp(self._moments[index], found, rate)
-            signal, square, power = self._moments[index]
-            # No more signal than is sure; if none is, the clamp with the least noise.
-            sure = signal - 2 * torch.sqrt(square * rate / sample.numel())
-            share = sure.clamp_min(0.0).square() / power
-            taus.append(_TAUS[int(share.argmax())])
+            taus.append(_best(self._moments[index], sample.numel() / rate))
         self._taus = taus
 
 
+def _best(moments: Tensor, count: float) -> float:
+    """The clamp that keeps the largest share of signal; the first, unless another surely does."""
+    signal, square, cross, power = moments
+    root = power.sqrt()
+    kept = signal / root
+    gain = kept - kept[0]
+    variance = square / power + square[0] / power[0] - 2 * cross / (root * root[0])
+    surely = gain - 2 * torch.sqrt(variance.clamp_min(0.0) / count)
+    surely[0] = 0.0
+    return _TAUS[int(surely.argmax())]
+
+
 def _moments(size: Tensor, grid: Tensor) -> Tensor:
-    """For every clamp: an unbiased estimate of ``E[s f(y)]``, its mean square, and ``E[f(y)^2]``.
+    """Means for every clamp f: of an unbiased estimate of ``s f(y)``, and of ``f(y)^2``.
+
+    Between them, what tells how sure it is: the mean of the estimate's square, and of its product
+    with the first clamp's.
 
     Args:
         size: absolute values of released coordinates, in noise scales.
@@ -114,7 +125,8 @@ def _moments(size: Tensor, grid: Tensor) -> Tensor:
     slope = torch.where(size <= grid, 2 - inside, outside)
     clamped = torch.minimum(size, grid)
     signal = size * clamped - slope
-    return torch.stack([values.mean(dim=0) for values in (signal, signal**2, clamped**2)])
+    values = (signal, signal**2, signal * signal[:, :1], clamped**2)
+    return torch.stack([value.mean(dim=0) for value in values])
 
 
 def _floats(values: object) -> Tensor:
