@@ -48,8 +48,8 @@ def test_auto_is_nearly_as_good_as_the_best_clamp(kind):
     clamps = [[np.clip(y, -t, t) for y in steps] for t in _TAUS]
     shares = [sum((s * f).sum() for f in fs) ** 2 / sum((f**2).sum() for f in fs) for fs in clamps]
     chosen = shares[_TAUS.index(tau)]
-    assert kind == "none" or chosen >= 0.85 * max(shares)
-    assert kind in {"none", "small"} or min(shares) < 0.8 * max(shares)
+    assert kind == "none" or chosen >= 0.8 * max(shares)
+    assert kind in {"none", "small"} or min(shares) < 0.7 * max(shares)
     assert tau == 0.1 or kind != "none"
     assert tau == math.inf or kind != "huge"
 

@@ -101,7 +101,7 @@ def _best(moments: Tensor, count: float) -> float:
     kept = signal / root
     gain = kept - kept[0]
     variance = square / power + square[0] / power[0] - 2 * cross / (root * root[0])
-    surely = gain - 2 * torch.sqrt(variance.clamp_min(0.0) / count)
+    surely = gain - 3 * torch.sqrt(variance.clamp_min(0.0) / count)
     surely[0] = 0.0
     return _TAUS[int(surely.argmax())]
 
