@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lap2.noise import SecureLaplace
-from lap2.train import PoissonLoader, PrivacyEngine
+from lap2.train import BookkeepingError, PoissonLoader, PrivacyEngine
 from lap2.train.arena import Arena
 from lap2.train.gradients import Dense, Outer, Rows
 from lap2.train.step import PrivateStep
@@ -287,3 +287,83 @@ def test_channels_last_inputs_give_the_same_sum():
         released.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     torch.testing.assert_close(released[0], released[1], rtol=1e-4, atol=1e-6)
     assert 12 * released[0].norm() > CLIP
+
+
+def test_small_inputs_with_large_gradients_do_not_hide_from_the_norm():
+    """The square of 4.5e-23 vanishes in float32; times a gradient of 5e21 it must not."""
+    torch.manual_seed(3)
+    for positions in (1, 4):
+        model = nn.Linear(3, 2, bias=False)
+        x = 4.5e-23 * torch.rand(1, positions, 3)
+        x[:, 1:] = 1.0
+        engine = PrivacyEngine(sampler=Off())
+        model, optimizer, loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+            data_loader=DataLoader(TensorDataset(x), batch_size=1),
+            noise_multiplier=1.0,
+            max_grad_norm=CLIP,
+            denoise="none",
+            loss_reduction="sum",
+        )
+        for (batch,) in loader:
+            large = torch.tensor([3e22, 1.0, 1.0, 1.0])[:positions]
+            (model(batch) * large[:, None]).sum().backward()
+            optimizer.step()
+        assert 0.99 * CLIP < model.weight.grad.double().norm() <= CLIP
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_scheduler_does_not_hide_the_private_step(before):
+    """Schedulers put a step of their own on the optimizer, made before or after the engine."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if before:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=CLIP,
+    )
+    if not before:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for count, (x,) in enumerate(loader):
+        weights = model.weight.detach().clone()
+        (0 * model(x)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        assert engine.accountant.steps == count + 1
+        assert not torch.equal(weights, model.weight)  # noise
+    assert scheduler.get_last_lr() == [0.0625]
+
+
+def test_a_replaced_step_and_new_parameters_are_refused():
+    model, extra = nn.Linear(4, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    setup = {
+        "module": model,
+        "data_loader": DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=4),
+        "noise_multiplier": 1.0,
+        "max_grad_norm": CLIP,
+    }
+    optimizer.step = lambda: None
+    with pytest.raises(ValueError, match="its class's own step"):
+        PrivacyEngine().make_private(optimizer=optimizer, **setup)
+    del optimizer.step
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(optimizer=optimizer, **setup)
+    with pytest.raises(ValueError, match="trained without noise"):
+        optimizer.add_param_group({"params": extra.parameters()})
+    optimizer.param_groups[0]["params"].extend(extra.parameters())
+    before = extra.weight.detach().clone()
+    for (x,) in loader:
+        extra(model(x)).sum().backward()
+        with pytest.raises(BookkeepingError, match="trained without noise"):
+            optimizer.step()
+        break
+    assert torch.equal(before, extra.weight)
+    assert engine.accountant.steps == 0

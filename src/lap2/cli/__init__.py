@@ -1,6 +1,7 @@
 """The command line: what a run costs, what it needs, and how to train and audit one.
 
-Exit codes: 0 an answer, 2 bad input (also a target that nothing can meet).
+Exit codes: 0 an answer, 1 an audit found a claim violated, 2 bad input (also a target that nothing
+can meet).
 """
 
 from typing import Annotated
@@ -8,6 +9,7 @@ from typing import Annotated
 import typer
 
 from lap2 import __version__
+from lap2.audit import commands as audit
 from lap2.cli import accounting, planning, training
 
 __all__ = ["app"]
@@ -39,3 +41,4 @@ for command in (
     training.train,
 ):
     app.command()(command)
+app.add_typer(audit.app, name="audit")

@@ -250,7 +250,10 @@ class PrivacyEngine:
             steps=self.accountant.steps,
             bound=step.mechanism.bound,
             is_guarantee=self.accountant.is_guarantee and step.sampler.is_secure,
-            assumptions=("the rounding of float32 sums does not matter",),
+            assumptions=(
+                "the rounding of float32 sums does not matter",
+                "the number of records is public",
+            ),
             caveats=tuple(caveats),
         )
 

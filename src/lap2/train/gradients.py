@@ -100,7 +100,8 @@ class Outer:
         channels_last: bool = False,
     ) -> None:
         """Choose between the inner-product form and the explicit one by what they cost."""
-        self.param, self._a, self._g = param, inputs, grads
+        self.param = param
+        self._a, self._g = _balanced(inputs, grads)
         self._channels_last, self._arena = channels_last, arena
         _, positions, width = inputs.shape
         size, held = width * grads.shape[2], positions * (width + grads.shape[2])
@@ -291,6 +292,23 @@ Kind = TypeVar("Kind")
 
 def _of(kind: type[Kind], uses: Sequence[object]) -> list[Kind]:
     return [use for use in uses if isinstance(use, kind)]
+
+
+def _balanced(inputs: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+    """Both factors with numbers whose squares are ordinary; their outer products are the same.
+
+    The square of a very small input vanishes, though its product with a very large gradient does
+    not: its norm would be too small. Powers of two move from one factor to the other.
+    """
+    if not inputs.numel() or not grads.numel():
+        return inputs, grads
+    a, g = (t.abs().amax(dim=2, keepdim=True) for t in (inputs, grads))
+    ordinary = torch.stack([((t == 0) | ((t > 1e-15) & (t < 1e15))).all() for t in (a, g)]).all()
+    if ordinary:
+        return inputs, grads
+    shift = (torch.frexp(g).exponent - torch.frexp(a).exponent) // 2
+    shift = torch.where((a == 0) | (g == 0) | ~(a + g).isfinite(), 0, shift)
+    return torch.ldexp(inputs, shift), torch.ldexp(grads, -shift)
 
 
 def _rounded_up(squares: Tensor, lengths: Tensor) -> Tensor:

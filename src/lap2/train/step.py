@@ -167,6 +167,7 @@ class PrivateStep:
         self._plan, self._recorder, self._reduction = plan, recorder, loss_reduction
         self._accountant, self.sampling_prob = accountant, sampling_prob
         self._params = [p for group in plan.groups for p in group]
+        self._held = sorted(id(p) for p in self._params)
         self._sums: dict[int, Tensor] = {}
         self._batch_id, self._last_piece = -1, 0
         if loader is not None:
@@ -186,6 +187,13 @@ class PrivateStep:
             Whether there is a gradient to step with: False between the pieces of a batch.
         """
         loader = self.loader
+        held = [id(p) for group in self._plan.optimizer.param_groups for p in group["params"]]
+        if sorted(held) != self._held:
+            self._recorder.discard()
+            raise BookkeepingError(
+                "the optimizer must hold the parameters it was made private with: others would be "
+                "trained without noise"
+            )
         if loader is not None and loader.pieces_begun == self._last_piece:
             self._recorder.discard()
             raise BookkeepingError(
@@ -270,12 +278,34 @@ def _wide(param: Tensor) -> torch.dtype:
 
 
 def make_step_private(optimizer: Optimizer, private: PrivateStep) -> None:
-    """Give this one optimizer a class of its own, whose step is private."""
+    """Give this one optimizer a class of its own, whose step is private.
+
+    Raises:
+        ValueError: the optimizer's own ``step`` was replaced, so that the class's is never called.
+    """
     base = type(optimizer)
+    # A scheduler that was made before hangs its count of steps on the optimizer itself, where it
+    # would hide the private step; the class counts for it.
+    if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
+        del optimizer.__dict__["step"]
+    if "step" in optimizer.__dict__:
+        raise ValueError(
+            "optimizer must have its class's own step, got one with a replaced step: make the "
+            "optimizer private before anything else wraps it"
+        )
 
     def step(self, closure=None):
         if closure is not None:
             raise ValueError("closure must be None: a private step cannot evaluate the loss again")
+        self._opt_called = True  # schedulers look for it
         return base.step(self) if private.advance() else None
 
-    optimizer.__class__ = type(f"Private{base.__name__}", (base,), {"step": step})
+    def add_param_group(_self, _param_group):
+        raise ValueError(
+            "optimizer must keep the parameters it was made private with: others would be trained "
+            "without noise. Give them to it before make_private"
+        )
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    members = {"step": step, "add_param_group": add_param_group}
+    optimizer.__class__ = type(f"Private{base.__name__}", (base,), members)

@@ -1,0 +1,303 @@
+"""``lap2 audit``: try to prove an epsilon wrong.
+
+Exit codes: 0 consistent with the claim, 1 the claim is violated, 2 bad input.
+"""
+
+import json
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from lap2.audit.result import Result
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    help="Try to prove an epsilon wrong. Exit code 1: it is; 0: not shown to be; 2: bad input.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_SAMPLERS = ("secure", "reproducible", "torch", "numpy")
+_CONTROLS = ("none", "noise", "clip", "layer", "sampling", "divisor", "float32")
+
+
+def _parse_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"must be a number, got {text!r}") from None
+
+
+def _parse_integer(text: str) -> int:
+    """An integer, also as 1e6."""
+    try:
+        number = float(text)
+        if not number.is_integer():
+            raise ValueError
+        return int(number)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"must be an integer, got {text!r}") from None
+
+
+def _number(about: str) -> Any:
+    return typer.Option(parser=_parse_number, metavar="NUMBER", help=about)
+
+
+def _integer(about: str) -> Any:
+    return typer.Option(parser=_parse_integer, metavar="INTEGER", help=about)
+
+
+NoiseMultiplier = Annotated[float, _number("b / C: Laplace scale over the clip.")]
+Delta = Annotated[float, _number("Of the claim, strictly between 0 and 1.")]
+Confidence = Annotated[float, _number("A true claim is called violated with at most 1 minus this.")]
+Trials = Annotated[int, _integer("Releases, of both neighbours together.")]
+Control = Annotated[
+    str,
+    typer.Option(
+        "--control", help=f"Negative control: break this on purpose; {', '.join(_CONTROLS)}."
+    ),
+]
+Seed = Annotated[
+    int | None, _integer("Of the auditor's own choices; by default from the operating system.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def sampler(
+    *,
+    noise: Annotated[
+        str, typer.Option("--noise", help=f"One of {', '.join(_SAMPLERS)}.")
+    ] = "secure",
+    scale: Annotated[float, _number("The Laplace scale b.")] = 1.0,
+    size: Annotated[int, _integer("Coordinates in a step.")] = 10_000,
+    steps: Annotated[int, _integer("Steps to draw.")] = 1000,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 or float64.")] = "float32",
+    delta: Delta = 1e-5,
+    confidence: Confidence = 0.999,
+    control: Control = "none",
+    seed: Seed = None,
+    as_json: AsJson = False,
+) -> None:
+    """The noise alone: scale, shape, independence, and the set of possible outputs."""
+    from lap2.audit.controls import FAULTS  # noqa: PLC0415 - scipy is not always needed
+    from lap2.audit.sampler import audit_sampler  # noqa: PLC0415
+
+    fault = FAULTS[_one_of("--control", control, _CONTROLS)]
+    source = fault.sampler(_sampler(noise, seed))
+    with _progress("drawing", size * steps, as_json) as advance:
+        result = _input_checked(
+            lambda: audit_sampler(
+                source,
+                scale=scale,
+                size=size,
+                steps=steps,
+                delta=delta,
+                confidence=confidence,
+                dtype=dtype,
+                progress=advance,
+            )
+        )
+    _conclude(result, as_json)
+
+
+@app.command()
+def mechanism(
+    *,
+    noise_multiplier: NoiseMultiplier = 1.0,
+    trials: Trials = 200_000,
+    steps: Annotated[int, _integer("Single steps in the setting with another record.")] = 4000,
+    delta: Delta = 1e-5,
+    confidence: Confidence = 0.999,
+    control: Control = "none",
+    seed: Seed = None,
+    as_json: AsJson = False,
+) -> None:
+    """lap2's own step on neighbouring batches: real sampling, clipping and noise."""
+    from lap2.audit.controls import FAULTS  # noqa: PLC0415
+    from lap2.audit.probe import audit_engine  # noqa: PLC0415 - torch is not always installed
+
+    fault = FAULTS[_one_of("--control", control, _CONTROLS)]
+    with _progress("releasing", 3 * trials + steps, as_json) as advance:
+        result = _input_checked(
+            lambda: audit_engine(
+                noise_multiplier=noise_multiplier,
+                trials=trials,
+                steps=steps,
+                delta=delta,
+                confidence=confidence,
+                fault=fault,
+                rng=_rng(seed),
+                progress=advance,
+            )
+        )
+    _conclude(result, as_json)
+
+
+@app.command()
+def run(
+    *,
+    noise_multiplier: NoiseMultiplier = 1.0,
+    canaries: Annotated[int, _integer("Canaries, each in the data by a fair coin.")] = 1000,
+    width: Annotated[int, _integer("Coordinates of each canary.")] = 8,
+    records: Annotated[int, _integer("Real records beside the canaries (synthetic).")] = 500,
+    batch_size: Annotated[int, _integer("Expected number of records in a step.")] = 100,
+    steps: Annotated[int, _integer("Steps of the run.")] = 100,
+    delta: Delta = 1e-5,
+    confidence: Confidence = 0.999,
+    control: Control = "none",
+    seed: Seed = None,
+    as_json: AsJson = False,
+) -> None:
+    """Canaries in one training run, compared with what a correct run shows."""
+    from lap2.audit.controls import FAULTS  # noqa: PLC0415
+    from lap2.audit.demonstration import audit_demonstration_run  # noqa: PLC0415
+
+    fault = FAULTS[_one_of("--control", control, _CONTROLS)]
+    with _progress("training", steps, as_json) as advance:
+        result = _input_checked(
+            lambda: audit_demonstration_run(
+                noise_multiplier=noise_multiplier,
+                canaries=canaries,
+                width=width,
+                records=records,
+                batch_size=batch_size,
+                steps=steps,
+                delta=delta,
+                confidence=confidence,
+                fault=fault,
+                rng=_rng(seed),
+                progress=advance,
+            )
+        )
+    _conclude(result, as_json)
+
+
+@app.command()
+def claim(
+    *,
+    bound: Annotated[
+        str, typer.Option("--bound", help="exact, majorized or published.")
+    ] = "published",
+    dimension: Annotated[int, _integer("Number of coordinates.")] = 100,
+    noise_multiplier: NoiseMultiplier = 0.3,
+    sampling_prob: Annotated[float, _number("Poisson sampling probability of a record.")] = 0.01,
+    steps: Annotated[int, _integer("Number of steps.")] = 1,
+    delta: Delta = 1e-5,
+    trials: Trials = 1_000_000,
+    confidence: Confidence = 0.999,
+    seed: Seed = None,
+    as_json: AsJson = False,
+) -> None:
+    """A formula: simulate the mechanism and count what the formula says cannot happen."""
+    from lap2.audit.claims import audit_claim  # noqa: PLC0415
+
+    with _progress("simulating", trials, as_json) as advance:
+        result = _input_checked(
+            lambda: audit_claim(
+                bound,
+                dimension=dimension,
+                noise_multiplier=noise_multiplier,
+                sampling_prob=sampling_prob,
+                steps=steps,
+                delta=delta,
+                trials=trials,
+                confidence=confidence,
+                rng=_rng(seed),
+                progress=advance,
+            )
+        )
+    _conclude(result, as_json)
+
+
+def _rng(seed: int | None) -> "np.random.Generator":
+    import numpy as np  # noqa: PLC0415
+
+    return np.random.default_rng(seed)
+
+
+def _sampler(name: str, seed: int | None) -> Any:
+    from lap2.audit.controls import NumpyLaplace, TorchLaplace  # noqa: PLC0415
+    from lap2.noise import ReproducibleLaplace, SecureLaplace  # noqa: PLC0415
+
+    makers: dict[str, Callable[[], Any]] = {
+        "secure": SecureLaplace,
+        "reproducible": lambda: ReproducibleLaplace(seed or 0),
+        "torch": TorchLaplace,
+        "numpy": lambda: NumpyLaplace(_rng(seed)),
+    }
+    return makers[_one_of("--noise", name, _SAMPLERS)]()
+
+
+def _one_of(option: str, value: str, options: tuple[str, ...]) -> str:
+    if value not in options:
+        raise typer.BadParameter(f"{option} must be one of {', '.join(options)}; got {value!r}")
+    return value
+
+
+def _input_checked(make: Callable[[], T]) -> T:
+    """Turn the library's own refusals into usage errors (exit code 2)."""
+    try:
+        return make()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@contextmanager
+def _progress(doing: str, total: int, as_json: bool) -> Generator[Callable[[int], None]]:
+    """A bar on the error stream, which leaves the output to the result."""
+    with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:
+        task = bar.add_task(doing, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def _conclude(result: "Result", as_json: bool) -> None:
+    """Print, and exit with the verdict."""
+    if as_json:
+        typer.echo(json.dumps(_jsonable(asdict(result))))
+    else:
+        _show(result, Console())
+    raise typer.Exit(1 if result.violated else 0)
+
+
+def _show(result: "Result", console: Console) -> None:
+    colour = "red" if result.violated else "green"
+    rows = Table.grid(padding=(0, 2))
+    rows.add_row("[bold]verdict[/]", f"[bold {colour}]{result.verdict}[/]")
+    rows.add_row("epsilon", f"at least {result.epsilon_lower:.4g}")
+    rows.add_row("claimed", f"{result.claimed_epsilon:.4g} at delta {result.delta:g}")
+    rows.add_row("confidence", f"{100 * result.confidence:g}%")
+    rows.add_row("done", result.what)
+    for bound in result.bounds:
+        assumption = f", if {bound.assumption}" if bound.assumption else ""
+        rows.add_row("bound", f"{bound.epsilon_lower:.4g} by {bound.method}{assumption}")
+    for name, value in result.facts.items():
+        rows.add_row(name.replace("_", " "), f"{value:.4g}")
+    for evidence in result.evidence:
+        rows.add_row("[red]evidence[/]", evidence)
+    console.print(rows)
+    if result.checks:
+        table = Table("check", "p-value", "observed", "expected")
+        for check in result.checks:
+            table.add_row(check.name, f"{check.p_value:.2g}", check.observed, check.expected)
+        console.print(table)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in cast("list[Any]", value)]
+    return "inf" if value == math.inf else value
