@@ -199,6 +199,16 @@ def test_what_cannot_be_private_is_refused(module, message):
         Recorder(nn.Sequential(nn.Identity(), module))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within torch.compile
+def test_compiled_models_are_refused():
+    with pytest.raises(UnsupportedModuleError, match=r"before torch\.compile"):
+        Recorder(torch.compile(nn.Linear(6, 6)))
+    model = nn.Sequential(nn.Linear(6, 6))
+    model[0].compile()
+    with pytest.raises(UnsupportedModuleError, match=r"before torch\.compile"):
+        Recorder(model)
+
+
 def test_frozen_parameters_and_eval_mode_record_nothing():
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
     model[0].requires_grad_(False)

@@ -29,15 +29,16 @@ __all__ = ["Result", "Settings", "resume", "train"]
 class Settings:
     """What a run is made of. The defaults are the paper's CNN on MNIST at (1, 1e-5).
 
-    Batch size, rate and clip were chosen among nine settings on the last 5,000 training images.
+    Batch size, epochs, rate, clip and label smoothing were chosen among some thirty settings on
+    training images that were left out for it.
     """
 
     dataset: str = "mnist"
     epsilon: float = 1.0
     delta: float = 1e-5
-    epochs: int = 20
+    epochs: int = 10
     batch_size: int = 1024
-    learning_rate: float = 2.0
+    learning_rate: float = 5.0
     momentum: float = 0.9
     max_grad_norm: float = 0.1
     label_smoothing: float = 0.15

@@ -89,6 +89,11 @@ def mixing(module: nn.Module) -> str | None:
             f"is a {kind}, whose fused kernels hide the per-example gradients: write it with "
             "nn.Linear layers"
         )
+    if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+        return (
+            "is compiled, and compiled code does not show what happens in its layers: pass the "
+            "model as it was before torch.compile"
+        )
     return None
 
 
