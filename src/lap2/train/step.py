@@ -213,6 +213,7 @@ class PrivateStep:
             self._last_piece = loader.pieces_begun
         if recorded.batch:
             self._accumulate(recorded)
+        del recorded  # and the activations it holds, before the noise needs memory
         if loader is not None and not loader.ends_batch:
             return False
         self._release()
