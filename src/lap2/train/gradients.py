@@ -100,8 +100,7 @@ class Outer:
         channels_last: bool = False,
     ) -> None:
         """Choose between the inner-product form and the explicit one by what they cost."""
-        self.param = param
-        self._a, self._g = _balanced(inputs, grads)
+        self.param, self._a, self._g = param, inputs, grads
         self._channels_last, self._arena = channels_last, arena
         _, positions, width = inputs.shape
         size, held = width * grads.shape[2], positions * (width + grads.shape[2])
@@ -110,6 +109,8 @@ class Outer:
         self._keep = size <= 2 * held
         self._ghost = not self._keep or positions * held < 2 * size
         self._values: Tensor | None = None
+        if positions == 1 or self._ghost:  # where the factors are squared, not their product
+            self._a, self._g = _balanced(inputs, grads)
 
     def square_norms(self) -> Tensor:
         """See :class:`PerExample`. Never forms a gradient when positions are few."""
