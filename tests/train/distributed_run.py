@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lap2.noise import SecureLaplace
@@ -131,7 +133,13 @@ def refused(_folder):
     rank = dist.get_rank()
     messages = []
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(5, 3))
-    for attempt in (lambda: make(records=60 + rank), lambda: make_around(wrapped)):
+    sharded = nn.Linear(5, 3)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    for attempt in (
+        lambda: make(records=60 + rank),
+        lambda: make_around(wrapped),
+        lambda: make_around(sharded),
+    ):
         try:
             attempt()
         except ValueError as error:

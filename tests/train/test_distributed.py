@@ -79,9 +79,10 @@ def test_empty_local_batches_do_not_desynchronise(folder):
 
 def test_ranks_that_disagree_and_wrapped_models_are_refused(folder):
     for result in results(folder, "refused"):
-        disagree, wrapped = result["messages"]
+        disagree, wrapped, sharded = result["messages"]
         assert "all processes must have the same" in disagree
         assert "pass the model inside it" in wrapped
+        assert "is sharded (FSDP)" in sharded
 
 
 def test_a_killed_rank_ends_the_run_and_it_resumes(tmp_path):
