@@ -23,7 +23,7 @@ unit: $(VENV)/.installed
 
 ## The documentation as a site, in build/site; a broken link is an error.
 docs: $(VENV)/.installed
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 ## Speed against other libraries, interleaved in one process.
 bench: $(VENV)/.installed
