@@ -1,13 +1,14 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
+FOLDER ?= runs/mnist
 BIN := $(VENV)/bin
 
 .PHONY: train test check unit docs bench clean
 
 ## Train a private model, print its epsilon, leave a report to look at.
 train: $(VENV)/.installed
-	$(BIN)/lap2 train
+	$(BIN)/lap2 train --folder $(FOLDER)
 
 ## Everything CI runs: format, lint, types, layering, tests.
 test: check docs unit

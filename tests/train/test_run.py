@@ -20,7 +20,7 @@ def test_the_papers_cnn_has_its_number_of_parameters():
 
 
 def test_a_run_leaves_everything_about_itself(tmp_path):
-    settings = run.Settings(dataset="digits", epochs=3, batch_size=200, epsilon=8.0)
+    settings = run.Settings(dataset="digits", epochs=6, batch_size=200, epsilon=8.0)
     result = run.train(settings, tmp_path, progress=False)
     assert {p.name for p in tmp_path.iterdir() if not p.name.startswith("journal-")} == {
         "checkpoint.pt",
@@ -71,7 +71,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch):
         stop_at(patch, 13, KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             run.train(SMALL, tmp_path, progress=False)
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match="continue it with --resume"):
         run.train(SMALL, tmp_path, progress=False)
     result = run.resume(tmp_path, progress=False)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -88,14 +88,37 @@ def test_a_crash_costs_steps_and_never_the_budget(tmp_path, monkeypatch):
         stop_at(patch, 13, RuntimeError("power"))
         with pytest.raises(RuntimeError, match="power"):
             run.train(SMALL, tmp_path, progress=False)
-    with pytest.warns(UserWarning, match="The run ends at step 29"):  # three steps were lost
-        result = run.resume(tmp_path, progress=False)
+    result = run.resume(tmp_path, progress=False)
+    assert (result.steps, result.planned_steps, result.lost_steps) == (29, 32, 3)
     assert result.statement.steps == 32
     assert 7.99 < result.statement.epsilon <= 8
 
 
 def report_rarely(report):
     return lambda self: self.step in {1, 10, 29} and report(self)
+
+
+def test_a_corrupt_checkpoint_is_said_and_the_one_before_used(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.train(SMALL, tmp_path, progress=False)
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="is corrupt.*Going on from the one before it"):
+        result = run.resume(tmp_path, progress=False)
+    assert result.statement.epsilon <= 8
+
+
+def test_settings_that_were_damaged_are_refused(tmp_path):
+    (tmp_path / "checkpoint.pt").touch()
+    (tmp_path / "config.json").write_text("nonsense")
+    with pytest.raises(ValueError, match=r"config\.json must hold the settings"):
+        run.resume(tmp_path)
+    with pytest.raises(ValueError, match="batch_size must be at most 1437"):
+        run.train(run.Settings(dataset="digits", batch_size=5000), tmp_path / "new")
+    with pytest.raises(ValueError, match="got the file"):
+        run.train(SMALL, tmp_path / "config.json")
 
 
 def test_nothing_to_resume_is_refused(tmp_path):

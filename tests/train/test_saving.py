@@ -203,7 +203,8 @@ def test_a_corrupt_checkpoint_falls_back_and_forgets_nothing(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="corrupt"):
         make()[0].load(path)
-    resumed = make()[0].load(path, fall_back=True)
+    with pytest.warns(UserWarning, match="Going on from the one before it"):
+        resumed = make()[0].load(path, fall_back=True)
     assert (resumed.steps, resumed.lost_steps) == (0, 3)
     previous(path).unlink()
     with pytest.raises(CheckpointError, match="no checkpoint"):

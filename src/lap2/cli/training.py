@@ -21,8 +21,12 @@ def train(
     epsilon: Epsilon = 1.0,
     delta: Delta = 1e-5,
     epochs: Annotated[int, integer("Passes over the data.")] = 10,
-    batch_size: Annotated[int, integer("Expected number of records in a step.")] = 1024,
-    learning_rate: Annotated[float, number("Of SGD with momentum 0.9; decays.")] = 5.0,
+    batch_size: Annotated[
+        int, integer("Expected number of records in a step; 0 suits the data.")
+    ] = 0,
+    learning_rate: Annotated[
+        float, number("Of SGD with momentum 0.9; decays; 0 suits the data.")
+    ] = 0.0,
     max_grad_norm: Annotated[float, number("The clip C.")] = 0.1,
     label_smoothing: Annotated[float, number("Of the cross-entropy.")] = 0.15,
     mechanism: Annotated[str, typer.Option(help="laplace, gaussian or laplace-l1.")] = "laplace",
@@ -81,6 +85,12 @@ def _show(result: "Result") -> None:
         rows.add_row("", f"provided that {assumption}")
     for caveat in statement.caveats:
         rows.add_row("", caveat)
+    if result.lost_steps:
+        rows.add_row(
+            "interrupted",
+            f"{result.lost_steps} steps were released before a crash and lost to the model; they "
+            f"are in epsilon, and the model has {result.steps} of {result.planned_steps} steps",
+        )
     rows.add_row("folder", str(result.folder))
     Console().print(rows)
 

@@ -25,6 +25,10 @@ from lap2.train import BudgetExhaustedError, PrivacyEngine, Statement
 __all__ = ["Result", "Settings", "resume", "train"]
 
 
+_SUITABLE = {"mnist": (1024, 5.0), "fashion-mnist": (1024, 5.0), "digits": (256, 1.0)}
+"""Batch size and learning rate of each data set, chosen for epsilon 1."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a run is made of. The defaults are the paper's CNN on MNIST at (1, 1e-5).
@@ -37,8 +41,10 @@ class Settings:
     epsilon: float = 1.0
     delta: float = 1e-5
     epochs: int = 10
-    batch_size: int = 1024
-    learning_rate: float = 5.0
+    batch_size: int = 0
+    """Zero is one that suits the data set."""
+    learning_rate: float = 0.0
+    """Zero is one that suits the data set at epsilon 1."""
     momentum: float = 0.9
     max_grad_norm: float = 0.1
     label_smoothing: float = 0.15
@@ -50,6 +56,9 @@ class Settings:
     def __post_init__(self) -> None:
         _validate.choice("dataset", self.dataset, ("mnist", "fashion-mnist", "digits"))
         _validate.integer("epochs", self.epochs, least=1)
+        batch_size, rate = _SUITABLE[self.dataset]
+        object.__setattr__(self, "batch_size", self.batch_size or batch_size)
+        object.__setattr__(self, "learning_rate", self.learning_rate or rate)
         _validate.integer("batch_size", self.batch_size, least=1)
         _validate.positive("learning_rate", self.learning_rate)
         _validate.probability("label_smoothing", self.label_smoothing)
@@ -64,6 +73,11 @@ class Result:
     statement: Statement
     seconds: float
     folder: Path
+    steps: int
+    """Of the model."""
+    planned_steps: int
+    lost_steps: int
+    """Released before a crash, and so accounted, but not in the model."""
 
 
 def train(settings: Settings, folder: Path, *, progress: bool = True) -> Result:
@@ -72,14 +86,18 @@ def train(settings: Settings, folder: Path, *, progress: bool = True) -> Result:
     The metrics are of the public test set: nothing of the training data is written but what the
     private steps released. An interrupted run is continued by :func:`resume`.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"folder must be a folder, got the file {os.fspath(folder)!r}")
     if (folder / "config.json").exists() or (folder / "ledger.json").exists():
+        state = "finished" if (folder / "result.json").exists() else "interrupted"
+        advice = "" if state == "finished" else "continue it with --resume, or "
         raise ValueError(
-            f"folder must be a new one, got {os.fspath(folder)!r}: it holds another run. Continue "
-            "that with resume, or choose another folder"
+            f"folder must be a new one, got {os.fspath(folder)!r}, which holds a run that was "
+            f"{state}: {advice}choose another with --folder"
         )
     data = _load(settings.dataset)
     if data.name != settings.dataset:
-        settings = replace(settings, dataset=data.name, batch_size=min(settings.batch_size, 359))
+        settings = replace(settings, dataset=data.name, batch_size=0, learning_rate=0.0)
     run = _Run(settings, data, folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", asdict(settings))
@@ -100,7 +118,11 @@ def resume(folder: Path, *, progress: bool = True) -> Result:
         raise ValueError(f"folder must hold an interrupted run, got {os.fspath(folder)!r}")
     if (folder / "result.json").exists():
         raise ValueError(f"folder must hold an interrupted run; {os.fspath(folder)!r} is finished")
-    settings = Settings(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    config = folder / "config.json"
+    try:
+        settings = Settings(**json.loads(config.read_text(encoding="utf-8")))
+    except (TypeError, ValueError, OSError) as error:
+        raise ValueError(f"{config} must hold the settings of the run: {error}") from error
     run = _Run(settings, _load(settings.dataset), folder)
     run.load()
     return run.go(progress=progress)
@@ -111,10 +133,17 @@ class _Run:
 
     def __init__(self, settings: Settings, data: Images, folder: Path) -> None:
         self.settings, self.data, self.folder = settings, data, folder
+        if settings.batch_size > len(data.train_labels):
+            raise ValueError(
+                f"batch_size must be at most {len(data.train_labels)}, the number of training "
+                f"records, got {settings.batch_size}"
+            )
         torch.manual_seed(settings.seed)
         model = mnist_cnn()
         optimizer = torch.optim.SGD(
-            model.parameters(), lr=settings.learning_rate, momentum=settings.momentum
+            model.parameters(),
+            lr=settings.learning_rate,
+            momentum=settings.momentum,
         )
         records = TensorDataset(
             torch.from_numpy(data.train_images), torch.from_numpy(data.train_labels)
@@ -135,11 +164,11 @@ class _Run:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1.0, 2 * (1 - step / self.total))
         )
-        self.step, self.seconds = 0, 0.0
+        self.step, self.lost, self.seconds = 0, 0, 0.0
         self.history: list[dict[str, float]] = []
 
     def save(self) -> None:
-        extra = {"history": self.history, "seconds": self.seconds}
+        extra = {"history": self.history, "seconds": self.seconds, "lost": self.lost}
         self.engine.save(self.folder / "checkpoint.pt", scheduler=self.schedule, extra=extra)
 
     def load(self) -> None:
@@ -147,6 +176,7 @@ class _Run:
         resumed = self.engine.load(path, scheduler=self.schedule, fall_back=True)
         self.step = resumed.steps
         self.history, self.seconds = resumed.extra["history"], resumed.extra["seconds"]
+        self.lost = resumed.extra["lost"] + resumed.lost_steps
 
     def go(self, *, progress: bool) -> Result:
         with _bar(progress) as bar:
@@ -155,15 +185,17 @@ class _Run:
                 for _ in self._steps():
                     if self.step % max(1, self.total // 40) == 0 or self.step == self.total:
                         self._report()
-                        bar.update(task, description=_describe(self.history[-1]))
+                        line = _describe(self.history[-1])
+                        bar.update(task, description=line)
+                        if progress and not bar.console.is_terminal:
+                            bar.console.print(f"step {self.step} of {self.total}  {line}")
                     bar.advance(task)
             except KeyboardInterrupt:
                 self.save()
                 raise
-            except BudgetExhaustedError as spent:
-                if not self.history:
+            except BudgetExhaustedError:  # steps lost in a crash have used it up
+                if not self.step:
                     raise
-                warnings.warn(f"{spent}. The run ends at step {self.step}.", stacklevel=3)
                 self._report()
         return self._finish()
 
@@ -197,6 +229,9 @@ class _Run:
             self.engine.statement(self.settings.delta),
             self.seconds,
             self.folder,
+            self.step,
+            self.total,
+            self.lost,
         )
         torch.save(self.model.state_dict(), self.folder / "weights.pt")
         _draw(self.history, result, self.folder / "report.png")

@@ -52,7 +52,8 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         if any(other != values[0] for other in values):
-            raise ValueError(f"all processes must have the same {what}, got {values}")
+            shown = [repr(v) if len(repr(v)) < 60 else "something else" for v in values]
+            raise ValueError(f"all processes must have the same {what}, got {', '.join(shown)}")
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give all processes the values of the first."""
@@ -116,8 +117,8 @@ def refuse_wrapped(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if type(part).__name__ == "DistributedDataParallel":
             raise ValueError(
-                f"module {name!r} is a DistributedDataParallel, which averages gradients before "
-                "they are clipped: pass the model inside it (its .module); lap2 adds up the "
+                f"module {name or 'itself'} is a DistributedDataParallel, which averages gradients "
+                "before they are clipped: pass the model inside it (its .module); lap2 adds up the "
                 "clipped sums of all processes itself"
             )
     for name, param in module.named_parameters():

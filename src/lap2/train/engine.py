@@ -204,7 +204,9 @@ class PrivacyEngine:
             _store_channels_last(plan.module)
         shapes = [(name, tuple(t.shape)) for name, t in plan.module.state_dict().items()]
         size = len(data_loader.dataset)  # type: ignore[arg-type]
-        world.same("model, data set size, noise scale and clips", (shapes, size, scale, plan.clips))
+        world.same("number of records", size)
+        world.same("names and shapes of parameters", shapes)
+        world.same("noise scale and clips", (scale, plan.clips))
         world.copy_from_first([*plan.module.parameters(), *plan.module.buffers()])
         self._step = PrivateStep(
             plan=plan,

@@ -4,6 +4,7 @@
 
 import os
 import secrets
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,12 @@ class Saver:
 def _read(path: Path, *, fall_back: bool) -> dict[str, Any]:
     try:
         return checkpoint.read(path)
-    except CheckpointError:
+    except CheckpointError as error:
         if not fall_back:
             raise
-        return checkpoint.read(checkpoint.previous(path))
+        try:
+            state = checkpoint.read(checkpoint.previous(path))
+        except CheckpointError as second:
+            raise CheckpointError(f"{error}; {second}") from second
+        warnings.warn(f"{error}. Going on from the one before it", stacklevel=5)
+        return state
