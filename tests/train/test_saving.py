@@ -108,6 +108,16 @@ def test_an_older_checkpoint_of_the_run_does_not_forget_what_followed(tmp_path):
         engine.save(tmp_path / "elsewhere" / "third.pt")
 
 
+def test_a_new_run_does_not_take_the_place_of_another(tmp_path):
+    """Falling back from a corrupt file would else continue the other run, and forget this one."""
+    make()[0].save(tmp_path / "run.pt")
+    before = (tmp_path / "run.pt").read_bytes()
+    with pytest.raises(ValueError, match="holds the checkpoint of another run"):
+        make()[0].save(tmp_path / "run.pt")
+    assert (tmp_path / "run.pt").read_bytes() == before
+    assert len(list(tmp_path.glob("journal-*"))) == 1
+
+
 def test_the_journal_is_written_before_the_noise(tmp_path):
     engine, model, optimizer, loader, _ = make()
     engine.save(tmp_path / "run.pt")
@@ -131,7 +141,7 @@ def test_no_random_key_is_kept(tmp_path):
     state = read(tmp_path / "run.pt")
     assert set(state) == {
         "run", "fingerprint", "model", "optimizer", "scheduler", "ledger", "denoiser", "loader",
-        "released", "lost", "skipped", "extra",
+        "released", "lost", "extra",
     }  # fmt: skip
     assert set(state["loader"]) == {"passes", "position"}
 

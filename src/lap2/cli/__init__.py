@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from lap2 import __version__
-from lap2.audit import commands as audit
-from lap2.cli import accounting, planning, training
+from lap2.cli import accounting, auditing, planning, training
 
 __all__ = ["app"]
 
@@ -41,4 +40,4 @@ for command in (
     training.train,
 ):
     app.command()(command)
-app.add_typer(audit.app, name="audit")
+app.add_typer(auditing.app, name="audit")

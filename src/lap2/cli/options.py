@@ -27,9 +27,14 @@ def _whole(number: float) -> int:
 
 
 def _parse_integer(text: str) -> int:
+    """An integer, also as 1e6."""
     try:
-        return int(text)
+        return int(text)  # exact, also where a float would not be
     except ValueError:
+        pass
+    try:
+        return _whole(float(text))
+    except (ValueError, OverflowError):
         raise typer.BadParameter(f"must be an integer, got {text!r}") from None
 
 

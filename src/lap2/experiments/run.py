@@ -236,7 +236,6 @@ class _Run:
         torch.save(self.model.state_dict(), self.folder / "weights.pt")
         _draw(self.history, result, self.folder / "report.png")
         facts = {**asdict(result), "folder": str(self.folder)}
-        facts["skipped_examples"] = self.engine.skipped_examples
         _write_json(self.folder / "result.json", facts)
         return result
 

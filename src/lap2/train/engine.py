@@ -296,7 +296,8 @@ class PrivacyEngine:
             released, and at most one that was not.
 
         Args:
-            path: a file; all checkpoints of a run must be in one folder.
+            path: a file; all checkpoints of a run must be in one folder, and the first must not
+                take the place of another run's.
             scheduler: anything with a ``state_dict``.
             extra: plain values of yours, given back by :meth:`load`.
         """
@@ -334,7 +335,10 @@ class PrivacyEngine:
 
     @property
     def skipped_examples(self) -> int:
-        """How many examples had a gradient that was not finite, and so contributed nothing."""
+        """How many examples had a gradient that was not finite, and so contributed nothing.
+
+        Of this process, since it began. It is not private: for your eyes, not for a release.
+        """
         return self._step.skipped if self._step else 0
 
 

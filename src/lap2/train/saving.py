@@ -65,6 +65,12 @@ class Saver:
                 f"path must be in {os.fspath(journal.path.parent)!r}, where the run's journal is, "
                 f"got {os.fspath(path)!r}"
             )
+        if step.journal is None and path.exists():
+            raise ValueError(
+                f"path must be a new file, got {os.fspath(path)!r}, which holds the checkpoint of "
+                "another run: load it to continue that run, or choose another path"
+            )
+        self._world.wait()  # all have looked before one writes
         if self._world.rank == 0:
             if step.journal is None:
                 journal.start(step.released)
@@ -97,7 +103,7 @@ class Saver:
         if step.loader is not None:
             step.loader.load_state_dict(state["loader"])
         self._run, self._lost = state["run"], state["lost"] + released - written
-        step.released, step.skipped, step.journal = released, state["skipped"], journal
+        step.released, step.journal = released, journal
         self._world.wait()  # all have read before one goes on writing
         if self._world.rank == 0:
             journal.start(released)
@@ -117,7 +123,6 @@ class Saver:
             "loader": step.loader.state_dict() if step.loader else None,
             "released": step.released,
             "lost": self._lost,
-            "skipped": step.skipped,
             "extra": extra,
         }
 

@@ -3,24 +3,23 @@
 Exit codes: 0 consistent with the claim, 1 the claim is violated, 2 bad input.
 """
 
-import json
-import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from lap2.cli.options import AsJson, input_checked, integer, number
+from lap2.cli.show import print_json, rounded_down, rounded_up
+
 if TYPE_CHECKING:
     import numpy as np
 
     from lap2.audit.result import Result
-
-T = TypeVar("T")
 
 app = typer.Typer(
     help="Try to prove an epsilon wrong. Exit code 1: it is; 0: not shown to be; 2: bad input.",
@@ -33,36 +32,10 @@ _SAMPLERS = ("secure", "reproducible", "torch", "numpy")
 _CONTROLS = ("none", "noise", "clip", "layer", "sampling", "divisor", "float32")
 
 
-def _parse_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"must be a number, got {text!r}") from None
-
-
-def _parse_integer(text: str) -> int:
-    """An integer, also as 1e6."""
-    try:
-        number = float(text)
-        if not number.is_integer():
-            raise ValueError
-        return int(number)
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(f"must be an integer, got {text!r}") from None
-
-
-def _number(about: str) -> Any:
-    return typer.Option(parser=_parse_number, metavar="NUMBER", help=about)
-
-
-def _integer(about: str) -> Any:
-    return typer.Option(parser=_parse_integer, metavar="INTEGER", help=about)
-
-
-NoiseMultiplier = Annotated[float, _number("b / C: Laplace scale over the clip.")]
-Delta = Annotated[float, _number("Of the claim, strictly between 0 and 1.")]
-Confidence = Annotated[float, _number("A true claim is called violated with at most 1 minus this.")]
-Trials = Annotated[int, _integer("Releases, of both neighbours together.")]
+NoiseMultiplier = Annotated[float, number("b / C: Laplace scale over the clip.")]
+Delta = Annotated[float, number("Of the claim, strictly between 0 and 1.")]
+Confidence = Annotated[float, number("A true claim is called violated with at most 1 minus this.")]
+Trials = Annotated[int, integer("Releases, of both neighbours together.")]
 Control = Annotated[
     str,
     typer.Option(
@@ -70,9 +43,8 @@ Control = Annotated[
     ),
 ]
 Seed = Annotated[
-    int | None, _integer("Of the auditor's own choices; by default from the operating system.")
+    int | None, integer("Of the auditor's own choices; by default from the operating system.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()
@@ -81,9 +53,9 @@ def sampler(
     noise: Annotated[
         str, typer.Option("--noise", help=f"One of {', '.join(_SAMPLERS)}.")
     ] = "secure",
-    scale: Annotated[float, _number("The Laplace scale b.")] = 1.0,
-    size: Annotated[int, _integer("Coordinates in a step.")] = 10_000,
-    steps: Annotated[int, _integer("Steps to draw.")] = 1000,
+    scale: Annotated[float, number("The Laplace scale b.")] = 1.0,
+    size: Annotated[int, integer("Coordinates in a step.")] = 10_000,
+    steps: Annotated[int, integer("Steps to draw.")] = 1000,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or float64.")] = "float32",
     delta: Delta = 1e-5,
     confidence: Confidence = 0.999,
@@ -98,7 +70,7 @@ def sampler(
     fault = FAULTS[_one_of("--control", control, _CONTROLS)]
     source = fault.sampler(_sampler(noise, seed))
     with _progress("drawing", size * steps, as_json) as advance:
-        result = _input_checked(
+        result = input_checked(
             lambda: audit_sampler(
                 source,
                 scale=scale,
@@ -118,7 +90,7 @@ def mechanism(
     *,
     noise_multiplier: NoiseMultiplier = 1.0,
     trials: Trials = 200_000,
-    steps: Annotated[int, _integer("Single steps in the setting with another record.")] = 4000,
+    steps: Annotated[int, integer("Single steps in the setting with another record.")] = 4000,
     delta: Delta = 1e-5,
     confidence: Confidence = 0.999,
     control: Control = "none",
@@ -131,7 +103,7 @@ def mechanism(
 
     fault = FAULTS[_one_of("--control", control, _CONTROLS)]
     with _progress("releasing", 3 * trials + steps, as_json) as advance:
-        result = _input_checked(
+        result = input_checked(
             lambda: audit_engine(
                 noise_multiplier=noise_multiplier,
                 trials=trials,
@@ -150,11 +122,11 @@ def mechanism(
 def run(
     *,
     noise_multiplier: NoiseMultiplier = 1.0,
-    canaries: Annotated[int, _integer("Canaries, each in the data by a fair coin.")] = 1000,
-    width: Annotated[int, _integer("Coordinates of each canary.")] = 8,
-    records: Annotated[int, _integer("Real records beside the canaries (synthetic).")] = 500,
-    batch_size: Annotated[int, _integer("Expected number of records in a step.")] = 100,
-    steps: Annotated[int, _integer("Steps of the run.")] = 100,
+    canaries: Annotated[int, integer("Canaries, each in the data by a fair coin.")] = 1000,
+    width: Annotated[int, integer("Coordinates of each canary.")] = 8,
+    records: Annotated[int, integer("Real records beside the canaries (synthetic).")] = 500,
+    batch_size: Annotated[int, integer("Expected number of records in a step.")] = 100,
+    steps: Annotated[int, integer("Steps of the run.")] = 100,
     delta: Delta = 1e-5,
     confidence: Confidence = 0.999,
     control: Control = "none",
@@ -167,7 +139,7 @@ def run(
 
     fault = FAULTS[_one_of("--control", control, _CONTROLS)]
     with _progress("training", steps, as_json) as advance:
-        result = _input_checked(
+        result = input_checked(
             lambda: audit_demonstration_run(
                 noise_multiplier=noise_multiplier,
                 canaries=canaries,
@@ -191,10 +163,10 @@ def claim(
     bound: Annotated[
         str, typer.Option("--bound", help="exact, majorized or published.")
     ] = "published",
-    dimension: Annotated[int, _integer("Number of coordinates.")] = 100,
+    dimension: Annotated[int, integer("Number of coordinates.")] = 100,
     noise_multiplier: NoiseMultiplier = 0.3,
-    sampling_prob: Annotated[float, _number("Poisson sampling probability of a record.")] = 0.01,
-    steps: Annotated[int, _integer("Number of steps.")] = 1,
+    sampling_prob: Annotated[float, number("Poisson sampling probability of a record.")] = 0.01,
+    steps: Annotated[int, integer("Number of steps.")] = 1,
     delta: Delta = 1e-5,
     trials: Trials = 1_000_000,
     confidence: Confidence = 0.999,
@@ -205,7 +177,7 @@ def claim(
     from lap2.audit.claims import audit_claim  # noqa: PLC0415
 
     with _progress("simulating", trials, as_json) as advance:
-        result = _input_checked(
+        result = input_checked(
             lambda: audit_claim(
                 bound,
                 dimension=dimension,
@@ -247,14 +219,6 @@ def _one_of(option: str, value: str, options: tuple[str, ...]) -> str:
     return value
 
 
-def _input_checked(make: Callable[[], T]) -> T:
-    """Turn the library's own refusals into usage errors (exit code 2)."""
-    try:
-        return make()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
 @contextmanager
 def _progress(doing: str, total: int, as_json: bool) -> Generator[Callable[[int], None]]:
     """A bar on the error stream, which leaves the output to the result."""
@@ -266,7 +230,7 @@ def _progress(doing: str, total: int, as_json: bool) -> Generator[Callable[[int]
 def _conclude(result: "Result", as_json: bool) -> None:
     """Print, and exit with the verdict."""
     if as_json:
-        typer.echo(json.dumps(_jsonable(asdict(result))))
+        print_json(asdict(result))
     else:
         _show(result, Console())
     raise typer.Exit(1 if result.violated else 0)
@@ -276,13 +240,13 @@ def _show(result: "Result", console: Console) -> None:
     colour = "red" if result.violated else "green"
     rows = Table.grid(padding=(0, 2))
     rows.add_row("[bold]verdict[/]", f"[bold {colour}]{result.verdict}[/]")
-    rows.add_row("epsilon", f"at least {result.epsilon_lower:.4g}")
-    rows.add_row("claimed", f"{result.claimed_epsilon:.4g} at delta {result.delta:g}")
+    rows.add_row("epsilon", f"at least {rounded_down(result.epsilon_lower)}")
+    rows.add_row("claimed", f"{rounded_up(result.claimed_epsilon)} at delta {result.delta:g}")
     rows.add_row("confidence", f"{100 * result.confidence:g}%")
     rows.add_row("done", result.what)
     for bound in result.bounds:
         assumption = f", if {bound.assumption}" if bound.assumption else ""
-        rows.add_row("bound", f"{bound.epsilon_lower:.4g} by {bound.method}{assumption}")
+        rows.add_row("bound", f"{rounded_down(bound.epsilon_lower)} by {bound.method}{assumption}")
     for name, value in result.facts.items():
         rows.add_row(name.replace("_", " "), f"{value:.4g}")
     for evidence in result.evidence:
@@ -293,11 +257,3 @@ def _show(result: "Result", console: Console) -> None:
         for check in result.checks:
             table.add_row(check.name, f"{check.p_value:.2g}", check.observed, check.expected)
         console.print(table)
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in cast("dict[str, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in cast("list[Any]", value)]
-    return "inf" if value == math.inf else value
