@@ -116,9 +116,8 @@ def judged(
     """
     lower = max([0.0, *(bound.epsilon_lower for bound in bounds if not bound.assumption)])
     level_of_each = check_error / max(1, len(checks))
-    evidence = (
-        [f"epsilon is above {math.floor(1e4 * lower) / 1e4:g}"] if lower > claimed_epsilon else []
-    )
+    shown = math.floor(1e4 * lower) / 1e4 if math.isfinite(lower) else lower
+    evidence = [f"epsilon is above {shown:g}"] if lower > claimed_epsilon else []
     evidence += [
         f"{check.name}: {check.observed}, expected {check.expected} (p = {check.p_value:.1e})"
         for check in checks
