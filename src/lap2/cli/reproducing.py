@@ -1,0 +1,57 @@
+"""The paper's experiments from the command line: ``reproduce``."""
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+
+from lap2.cli.options import input_checked, integer
+
+_NAMES = "table2, cifar10, figure5, figure6, figure8, figure10 or figure11."
+
+
+def reproduce(
+    name: Annotated[str, typer.Argument(help=_NAMES)],
+    *,
+    scale: Annotated[
+        str, typer.Option(help="small finishes in minutes; full is the paper's size.")
+    ] = "small",
+    seeds: Annotated[int | None, integer("Runs of each cell, other than its own number.")] = None,
+    workers: Annotated[int | None, integer("Runs at a time; else one for each core.")] = None,
+    backend: Annotated[
+        str, typer.Option(help="Of joblib: loky, or ray or dask for several machines.")
+    ] = "loky",
+    results: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines to go on with; else runs/reproduce/NAME-SCALE.jsonl."),
+    ] = None,
+) -> None:
+    """Do an experiment of the paper and print its table; started again, it goes on."""
+    from lap2.experiments import reproduce as experiments  # noqa: PLC0415 - torch is optional
+    from lap2.experiments.show import show  # noqa: PLC0415
+
+    place = Path("runs") / "reproduce"
+    path = results or place / f"{name}-{scale}.jsonl"
+    try:
+        rows = input_checked(
+            lambda: experiments.reproduce(
+                name,
+                path,
+                scale=cast("Any", scale),
+                folder=place / "unfinished",
+                seeds=seeds,
+                workers=workers,
+                backend=backend,
+            )
+        )
+    except KeyboardInterrupt:
+        typer.echo("\ninterrupted; the same command goes on where it stopped", err=True)
+        raise typer.Exit(130) from None
+    console = Console()
+    shown = show(name, rows, path.with_suffix(""))
+    for table in shown.tables:
+        console.print(table.rich())
+    for picture in shown.pictures:
+        console.print(f"figure   {picture}")
+    console.print(f"results  {path}")

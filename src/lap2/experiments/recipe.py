@@ -1,0 +1,151 @@
+"""Recipes: everything that defines a training run, as small typed TOML files.
+
+A recipe in a file, an option of ``lap2 train``, a column of a table and the ``config.json`` of a
+run all use the field names of :class:`Recipe`.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lap2 import _validate
+
+__all__ = ["COLUMNS", "Recipe", "load_recipe", "recipe_names"]
+
+
+COLUMNS: dict[str, dict[str, str]] = {
+    "gaussian": {"mechanism": "gaussian", "denoise": "none"},
+    "laplace-l1": {"mechanism": "laplace-l1", "denoise": "none"},
+    "published": {"mechanism": "laplace", "accounting": "published", "denoise": "none"},
+    "exact": {"mechanism": "laplace", "denoise": "none"},
+    "denoised": {"mechanism": "laplace", "denoise": "auto"},
+}
+"""The columns of every comparison: Gaussian noise, l1-clipped Laplace, Lap2 with the published
+accountant (no guarantee), Lap2 accounted exactly, and that denoised."""
+
+
+def _about(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"about": text})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a run is made of; each field's meaning is in its metadata, shown by ``lap2 train``."""
+
+    dataset: str = _about("mnist", "mnist, fashion-mnist, cifar10 or digits.")
+    model: str = _about("cnn", "cnn, logistic, or a pretrained BACKBONE/PART.")
+    epsilon: float = _about(1.0, "Target epsilon.")
+    delta: float = _about(1e-5, "Target delta, strictly between 0 and 1.")
+    steps: int = _about(590, "Number of private steps.")
+    batch_size: int = _about(1024, "Expected number of records in a step.")
+    optimizer: str = _about("sgd", "sgd or adamw.")
+    learning_rate: float = _about(5.0, "At its largest.")
+    schedule: str = _about("hold", "constant, linear (to zero), or hold (half way, then linear).")
+    momentum: float = _about(0.9, "Of sgd.")
+    weight_decay: float = _about(0.0, "Of the optimizer.")
+    max_grad_norm: float = _about(0.1, "The clip C.")
+    label_smoothing: float = _about(0.15, "Of the cross-entropy.")
+    mechanism: str = _about("laplace", "laplace, gaussian or laplace-l1.")
+    accounting: str = _about("exact", "What sets the noise: exact, or published (no guarantee).")
+    noise_multiplier: float = _about(0.0, "b / C; zero is what meets the target.")
+    denoise: str | float = _about("auto", "auto, none or a number tau.")
+    holdout: int = _about(0, "Training records left out; if any, they are what is evaluated.")
+    reports: int = _about(40, "How often to evaluate and write a checkpoint.")
+    seed: int = _about(0, "Of the initial weights only: sampling and noise take no seed.")
+
+    def __post_init__(self) -> None:
+        _validate.choice("dataset", self.dataset, ("mnist", "fashion-mnist", "cifar10", "digits"))
+        if self.dataset == "cifar10" or self.model not in {"cnn", "logistic"}:
+            backbone, _, part = str(self.model).partition("/")
+            if not (backbone and part):
+                raise ValueError(
+                    "model must be cnn or logistic for 28x28 images, or BACKBONE/PART, as in "
+                    f"dinov2-s/head; got {self.model!r} for {self.dataset}"
+                )
+        _validate.choice("optimizer", self.optimizer, ("sgd", "adamw"))
+        _validate.choice("schedule", self.schedule, ("constant", "linear", "hold"))
+        _validate.choice("mechanism", self.mechanism, ("laplace", "gaussian", "laplace-l1"))
+        _validate.choice("accounting", self.accounting, ("exact", "published"))
+        if self.accounting == "published" and self.mechanism != "laplace":
+            raise ValueError(
+                f"accounting must be exact for mechanism {self.mechanism!r}: the published bound "
+                "is of l2-clipped Laplace noise"
+            )
+        _validate.positive("epsilon", self.epsilon)
+        _validate.open_probability("delta", self.delta)
+        for name in ("steps", "batch_size", "reports"):
+            _validate.integer(name, getattr(self, name), least=1)
+        for name in ("learning_rate", "max_grad_norm"):
+            _validate.positive(name, getattr(self, name))
+        for name in ("weight_decay", "noise_multiplier"):
+            _validate.non_negative(name, getattr(self, name))
+        for name in ("momentum", "label_smoothing"):
+            _validate.probability(name, getattr(self, name))
+        for name in ("holdout", "seed"):
+            _validate.integer(name, getattr(self, name), least=0)
+        if isinstance(self.denoise, str):
+            _validate.choice("denoise", self.denoise, ("auto", "none"))
+        else:
+            _validate.positive("denoise", self.denoise)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], *, where: str = "recipe") -> "Recipe":
+        """The recipe with these fields; unknown names and wrong types are refused.
+
+        Args:
+            values: by field name; what is missing has its default.
+            where: what to call the source of the values in an error.
+        """
+        known = {f.name: f for f in fields(cls)}
+        for name, value in values.items():
+            if name not in known:
+                raise ValueError(f"{where} must have only the fields {', '.join(known)}: {name!r}")
+            if (
+                isinstance(known[name].default, str)
+                and name != "denoise"
+                and not isinstance(value, str)
+            ):
+                raise TypeError(f"{name} must be a text, got {value!r}")
+        return cls(**values)
+
+    def asdict(self) -> dict[str, Any]:
+        """Plain values by field name, as :meth:`of` takes them."""
+        return asdict(self)
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with lap2."""
+    return sorted(p.name[: -len(".toml")] for p in _shipped().iterdir() if p.name.endswith(".toml"))
+
+
+def load_recipe(name: str | Path, **changes: Any) -> Recipe:
+    """A recipe that comes with lap2, by name, or any other by the path of its TOML file.
+
+    Args:
+        name: one of :func:`recipe_names`, or a path that ends in ``.toml``.
+        changes: fields to set differently.
+
+    Raises:
+        ValueError: there is none, or it is not a recipe.
+    """
+    if str(name).endswith(".toml"):
+        source: Any = Path(name)
+    elif str(name) in recipe_names():
+        source = _shipped() / f"{name}.toml"
+    else:
+        raise ValueError(
+            f"recipe must be one of {', '.join(recipe_names())}, or the path of a .toml file; "
+            f"got {str(name)!r}"
+        )
+    try:
+        values = tomllib.loads(source.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"recipe {str(name)!r} cannot be read: {error}") from error
+    return Recipe.of({**values, **changes}, where=f"recipe {str(name)!r}")
+
+
+def _shipped() -> Any:
+    return resources.files("lap2.experiments") / "recipes"

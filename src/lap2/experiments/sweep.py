@@ -1,0 +1,175 @@
+"""Many runs: in parallel, on one machine or several, and never twice.
+
+Every finished run is one line of a JSON-lines file. A sweep that is started again takes the lines
+that are there as done, continues the runs that were interrupted from their checkpoints, and does
+the rest.
+"""
+
+# pyright: basic
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lap2 import _validate
+from lap2.experiments.recipe import Recipe
+
+__all__ = ["Job", "Row", "finish", "read_rows"]
+
+Row = dict[str, Any]
+"""A finished run: its labels, recipe, accuracy, noise and cost."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep: a recipe, and words that say what the run is for."""
+
+    recipe: Recipe
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Tells the run from all others: the same recipe and labels, the same key."""
+        content = {"recipe": self.recipe.asdict(), "labels": dict(self.labels)}
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a results file, in its order; none if there is no file.
+
+    Raises:
+        ValueError: a line is not a row.
+    """
+    if not path.exists():
+        return []
+    rows: list[Row] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            rows.append({**row, "key": row["key"]})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}, must be a row of results: {error!r}"
+            ) from error
+    return rows
+
+
+def finish(
+    jobs: Sequence[Job],
+    results: Path,
+    *,
+    folder: Path,
+    workers: int | None = None,
+    backend: str = "loky",
+    progress: bool = True,
+) -> list[Row]:
+    """Do the jobs that are not done, and return the rows of all, in the order of ``jobs``.
+
+    Args:
+        jobs: each at most once.
+        results: JSON lines; each row is added, and on the disk, as soon as its run ends.
+        folder: for the runs while they last; a run that ends leaves nothing here.
+        workers: runs at a time; by default one for each core.
+        backend: of joblib. "loky" is processes of this machine; "ray" and "dask" spread the runs
+            over the machines of a cluster, once that engine is installed and configured.
+        progress: show a bar, or a line for each run where there is no terminal.
+    """
+    count = (
+        os.cpu_count() or 1 if workers is None else _validate.integer("workers", workers, least=1)
+    )
+    done = {row["key"]: row for row in read_rows(results)}
+    missing = [job for job in {job.key: job for job in jobs}.values() if job.key not in done]
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with _bar(progress) as bar:
+        task = bar.add_task("runs", total=len(jobs), completed=len(jobs) - len(missing))
+        for row in _rows(missing, folder, count, backend):
+            with results.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row) + "\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+            done[row["key"]] = row
+            bar.advance(task)
+            if progress and not bar.console.is_terminal:
+                bar.console.print(_line(row))
+    return [done[job.key] for job in jobs]
+
+
+def _rows(jobs: list[Job], folder: Path, workers: int, backend: str) -> Iterator[Row]:
+    """The rows of the jobs, as they come."""
+    if not jobs:
+        return
+    import joblib  # noqa: PLC0415 - optional
+
+    if backend == "ray":
+        from ray.util.joblib import (  # noqa: PLC0415 - optional  # pyright: ignore[reportMissingImports]
+            register_ray,
+        )
+
+        register_ray()
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    with joblib.parallel_config(backend=backend, n_jobs=workers):
+        parallel: Any = joblib.Parallel(return_as="generator_unordered")
+        yield from parallel(joblib.delayed(do)(job, folder, threads) for job in jobs)
+
+
+def do(job: Job, folder: Path, threads: int) -> Row:
+    """Do one job, from its last checkpoint if it was interrupted."""
+    import torch  # noqa: PLC0415 - jobs can be made without it
+
+    from lap2 import __version__  # noqa: PLC0415
+    from lap2.experiments import run  # noqa: PLC0415
+
+    torch.set_num_threads(threads)
+    place = folder / job.key
+    if (place / "result.json").exists():  # it ended, but its row did not reach the file
+        shutil.rmtree(place)
+    if (place / "checkpoint.pt").exists():
+        result = run.resume(place, progress=False)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(place)  # interrupted before its first checkpoint
+        result = run.train(job.recipe, place, progress=False)
+    statement = result.statement
+    row: Row = {
+        "key": job.key,
+        "labels": dict(job.labels),
+        "accuracy": result.accuracy,
+        "evaluated_on": result.evaluated_on,
+        "noise_multiplier": result.noise_multiplier,
+        "exact_epsilon": statement.epsilon,
+        "steps": result.steps,
+        "lost_steps": result.lost_steps,
+        "seconds": round(result.seconds, 1),
+        "lap2": __version__,
+        "curve": [[step, round(accuracy, 4)] for step, accuracy in result.curve],
+        "recipe": job.recipe.asdict(),
+    }
+    shutil.rmtree(place)
+    return row
+
+
+def _line(row: Row) -> str:
+    words = " ".join(str(word) for word in row["labels"].values())
+    return f"{words}: {row['accuracy']:.2%} ({row['evaluated_on']}, {row['seconds']:.0f} s)"
+
+
+def _bar(visible: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(
+        *columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not visible
+    )
+
+
+def select(rows: Iterable[Row], **labels: str) -> list[Row]:
+    """The rows with all of these labels."""
+    return [r for r in rows if all(r["labels"].get(name) == v for name, v in labels.items())]

@@ -1,0 +1,200 @@
+"""Sweeps: every run once, interrupted ones continued, tables and figures from rows."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from lap2.cli import app
+from lap2.experiments import reproduce, run, sweep, tables
+from lap2.experiments.recipe import COLUMNS, load_recipe
+from lap2.experiments.reproduce import EXPERIMENTS, Cell, Experiment, Tuning
+from lap2.experiments.show import show
+
+TINY = load_recipe("digits", steps=4, reports=2, epsilon=8.0)
+
+
+def job(seed=0, **labels):
+    return sweep.Job(replace(TINY, seed=seed), labels)
+
+
+def finish(jobs, tmp_path, **settings):
+    shared = {"workers": 1, "backend": "sequential", "progress": False, **settings}
+    return sweep.finish(jobs, tmp_path / "rows.jsonl", folder=tmp_path / "runs", **shared)
+
+
+def test_what_is_done_is_not_done_again_and_rows_come_in_order(tmp_path, monkeypatch):
+    first = finish([job(0, name="a")], tmp_path)
+    done = []
+    monkeypatch.setattr(sweep, "do", watched(sweep.do, done))
+    rows = finish([job(1, name="b"), job(0, name="a"), job(1, name="b")], tmp_path)
+    assert [row["labels"]["name"] for row in rows] == ["b", "a", "b"]
+    assert [done_job.recipe.seed for done_job in done] == [1]
+    assert rows[1] == first[0]
+    assert sweep.read_rows(tmp_path / "rows.jsonl") == [first[0], rows[0]]
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert rows[0]["exact_epsilon"] <= 8
+    assert [step for step, _ in rows[0]["curve"]] == [2, 4]
+
+
+def watched(do, done):
+    def doing(what, *others, **settings):
+        done.append(what)
+        return do(what, *others, **settings)
+
+    return doing
+
+
+def test_an_interrupted_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    report = run._Run._report
+
+    def interrupted(self):
+        report(self)
+        if self.step == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run._Run, "_report", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finish([job()], tmp_path)
+    assert sweep.read_rows(tmp_path / "rows.jsonl") == []
+    resumed = []
+    monkeypatch.setattr(run, "resume", watched(run.resume, resumed))
+    (row,) = finish([job()], tmp_path)
+    assert len(resumed) == 1
+    assert (row["steps"], row["lost_steps"]) == (4, 0)
+
+
+def test_processes_give_the_same_rows(tmp_path):
+    rows = finish([job(0), job(1)], tmp_path, workers=2, backend="loky")
+    assert [row["recipe"]["seed"] for row in rows] == [0, 1]
+    assert len(sweep.read_rows(tmp_path / "rows.jsonl")) == 2
+
+
+def test_a_damaged_results_file_is_refused_with_the_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"key": "a"}\n{"key": ')
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2, must be a row"):
+        sweep.read_rows(path)
+
+
+def test_keys_tell_runs_apart():
+    keys = {job(seed, name=name).key for seed in (0, 1) for name in "ab"}
+    assert len(keys) == 4
+    assert job(0, name="a").key == job(0, name="a").key
+
+
+def row(accuracy, column="gaussian", epsilon="0.88", dataset="mnist", **labels):
+    words = {"column": column, "epsilon": epsilon, "dataset": dataset, "phase": "final", **labels}
+    return {"labels": words, "accuracy": accuracy, "exact_epsilon": 0.44461, "recipe": {"steps": 9},
+            "curve": [[10, accuracy - 0.2], [20, accuracy]], "key": str(accuracy)}  # fmt: skip
+
+
+def test_a_comparison_has_means_errors_and_says_what_was_not_run():
+    rows = [row(0.90), row(0.92), row(0.70, "published"), row(0.1, "exact", epsilon="0.13")]
+    table = tables.comparison(rows, title="t", dataset="mnist")
+    assert table.header[:3] == ("epsilon", "Lap2 in the paper", "Gaussian")
+    (first, second) = table.lines
+    assert first[:3] == ("0.88", "96.1", "91.00 (1.00; 2 runs)")
+    assert first[4] == "70.00 (1 run); exact epsilon 0.445"
+    assert second == ("0.13", "87.5", "not run", "not run", "not run", "10.00 (1 run)", "not run")
+    assert "no guarantee" in table.header[4]
+    assert table.markdown().splitlines()[2].startswith("| 0.88 | 96.1 | 91.00")
+
+
+def test_the_standard_error_is_that_of_the_mean():
+    mean, error = tables.summary([row(0.5), row(0.6), row(0.7)])
+    assert mean == pytest.approx(60)
+    assert error == pytest.approx(10 / math.sqrt(3))
+
+
+def test_steps_to_reach_a_target_are_the_first_of_the_mean_curve():
+    rows = [row(0.96), row(0.94), row(0.5, "exact")]
+    table = tables.steps_to_reach(rows, (74.0, 95.0, 99.0), dataset="mnist")
+    assert table.lines[0] == ("Gaussian", "10", "20", "never")
+    assert table.lines[3][1:] == ("never", "never", "never")
+    assert table.lines[1][1:] == ("not run",) * 3
+
+
+def tiny_experiment(_scale):
+    cells = []
+    for column, changes in COLUMNS.items():
+        labels = {"experiment": "table2", "dataset": "mnist", "column": column, "epsilon": "8"}
+        recipe = replace(TINY, **changes)
+        cells.append(Cell(labels, recipe, seeds=2, tuning=Tuning(labels, recipe, holdout=100)))
+    return cells
+
+
+def test_tuning_never_sees_the_test_set_and_decides_the_rate(tmp_path, monkeypatch):
+    monkeypatch.setitem(EXPERIMENTS, "table2", Experiment("tiny", tiny_experiment))
+    path = tmp_path / "rows.jsonl"
+    final = reproduce.reproduce(
+        "table2", path, scale="small", folder=tmp_path, workers=1, backend="sequential",
+        progress=False,
+    )  # fmt: skip
+    rows = sweep.read_rows(path)
+    tuned = sweep.select(rows, phase="tune")
+    assert {r["evaluated_on"] for r in tuned} == {"holdout"}
+    assert {r["evaluated_on"] for r in final} == {"test"}
+    assert len(final) == 10
+    for column in COLUMNS:
+        trials = sweep.select(tuned, column=column)
+        assert len(trials) == 3  # the same effort for every column
+        best = max(trials, key=lambda r: (r["accuracy"], -r["recipe"]["learning_rate"]))
+        for r in sweep.select(final, column=column):
+            assert r["recipe"]["learning_rate"] == best["recipe"]["learning_rate"]
+    shown = show("table2", rows, tmp_path / "figure")
+    assert "not run" not in shown.tables[0].lines[0]
+
+
+def test_shortened_tuning_runs_are_the_same_process_in_fewer_steps():
+    full = replace(TINY, steps=400)
+    tuning = Tuning({}, full, shortened=4, factors=(0.5, 1.0))
+    jobs = tuning.jobs()
+    noise = run.noise_of(full)
+    assert [j.recipe.steps for j in jobs] == [100, 100]
+    assert [j.recipe.learning_rate for j in jobs] == [2.0, 4.0]  # the recipe's is 1
+    assert jobs[0].recipe.noise_multiplier == pytest.approx(noise / 2)
+    assert tuning.best([{"accuracy": 0.3}, {"accuracy": 0.3}]) == 0.5
+    assert tuning.best([{"accuracy": 0.3}, {"accuracy": 0.4}]) == 1.0
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("scale", ["small", "full"])
+def test_cells_are_all_different_and_tuned_with_the_same_effort(name, scale):
+    cells = EXPERIMENTS[name].cells(scale)
+    assert len({sweep.Job(cell.recipe, cell.labels).key for cell in cells}) == len(cells)
+    assert len({cell.tuning and (cell.tuning.factors, cell.tuning.holdout) for cell in cells}) == 1
+    for cell in cells:
+        assert cell.recipe.epsilon == float(cell.labels["epsilon"])
+
+
+def test_every_point_of_the_grid_stays_within_its_epsilon():
+    import lap2
+
+    for cell in EXPERIMENTS["figure6"].cells("full"):
+        recipe = cell.recipe
+        step = lap2.Laplace(recipe.noise_multiplier, 26010)
+        accountant = lap2.Accountant().compose(
+            step, sampling_prob=recipe.batch_size / 60_000, steps=recipe.steps
+        )
+        assert accountant.get_epsilon(recipe.delta) <= recipe.epsilon
+
+
+@pytest.mark.parametrize("name", ["figure5", "figure6", "figure8", "figure10", "figure11"])
+def test_every_figure_is_drawn_from_rows(name, tmp_path):
+    rows = []
+    for index, cell in enumerate(EXPERIMENTS[name].cells("small")):
+        words = {**cell.labels, "phase": "final"}
+        rows.append({**row(0.8 + index / 1000), "labels": words, "recipe": cell.recipe.asdict()})
+    shown = show(name, rows, tmp_path / name)
+    assert shown.pictures
+    for picture in shown.pictures:
+        assert picture.stat().st_size > 10_000
+
+
+def test_the_command_says_what_is_wrong():
+    answer = CliRunner().invoke(app, ["reproduce", "table9"])
+    assert answer.exit_code == 2
+    assert "name must be one of table2" in answer.output.replace("\n", " ").replace("│ ", "")
