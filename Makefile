@@ -4,7 +4,7 @@ VENV ?= .venv
 FOLDER ?= runs/mnist
 BIN := $(VENV)/bin
 
-.PHONY: train test check unit docs bench clean
+.PHONY: train test check unit docs results bench clean
 
 ## Train a private model, print its epsilon, leave a report to look at.
 train: $(VENV)/.installed
@@ -25,6 +25,10 @@ unit: $(VENV)/.installed
 ## The documentation as a site, in build/site; a broken link is an error.
 docs: $(VENV)/.installed
 	$(BIN)/mkdocs build --strict
+
+## Fill docs/results.md from the result files.
+results: $(VENV)/.installed
+	$(BIN)/python -c 'from pathlib import Path; from lap2.experiments.report import write; write(Path("docs/results.md"), Path("results"))'
 
 ## Speed against other libraries, interleaved in one process.
 bench: $(VENV)/.installed

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lap2
 from lap2.experiments.data import load_fashion_mnist
-from lap2.experiments.models import mnist_cnn
+from lap2.experiments.models import logistic, mnist_cnn
 from lap2.train import PrivacyEngine
 
 COLUMNS = {
@@ -39,7 +39,7 @@ def run(data, model, *, mechanism, denoise, rate, seed, noise, batch_size, steps
     torch.manual_seed(seed)
     images, labels = torch.from_numpy(data.train_images), torch.from_numpy(data.train_labels)
     kept = slice(0, len(images) - VALIDATION)
-    module = mnist_cnn() if model == "cnn" else nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+    module = mnist_cnn() if model == "cnn" else logistic()
     loader = DataLoader(TensorDataset(images[kept], labels[kept]), batch_size=batch_size)
     module, optimizer, loader = PrivacyEngine().make_private(
         module=module,

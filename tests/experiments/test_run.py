@@ -3,6 +3,7 @@
 import json
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -182,3 +183,21 @@ def test_schedules_end_where_they_say():
     assert [linear(0), linear(50), linear(100)] == [1, 0.5, 0]
     assert [hold(0), hold(50), hold(75), hold(100)] == [1, 1, 0.5, 0]
     assert constant(99) == 1
+
+
+def test_fine_tuning_runs_end_to_end_on_a_tiny_transformer(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 10, 240)
+    images = rng.random((240, 3, 32, 32), dtype=np.float32)
+    few = data.Images("cifar10", images[:200], labels[:200], images[200:], labels[200:])
+    tasks._inputs.cache_clear()
+    monkeypatch.setitem(tasks._LOADERS, "cifar10", lambda: few)
+    recipe = load_recipe("cifar10-tiny-vit", batch_size=40, steps=4, reports=2)
+    before = tasks.load_task(recipe).model.state_dict()
+    result = run.train(recipe, tmp_path, progress=False)
+    tasks._inputs.cache_clear()
+    after = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert result.statement.epsilon <= recipe.epsilon
+    assert all(
+        not torch.equal(before[name], after[name]) for name in before if "prepare" not in name
+    )

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lap2.cli.options import input_checked, integer
 
-_NAMES = "table2, cifar10, figure5, figure6, figure8, figure10 or figure11."
+_NAMES = "table2, cifar10, cifar10-block, figure5, figure6, figure8, figure10 or figure11."
 
 
 def reproduce(

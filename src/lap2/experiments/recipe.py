@@ -42,7 +42,7 @@ class Recipe:
     steps: int = _about(590, "Number of private steps.")
     batch_size: int = _about(1024, "Expected number of records in a step.")
     optimizer: str = _about("sgd", "sgd or adamw.")
-    learning_rate: float = _about(5.0, "At its largest.")
+    learning_rate: float = _about(2.5, "At its largest.")
     schedule: str = _about("hold", "constant, linear (to zero), or hold (half way, then linear).")
     momentum: float = _about(0.9, "Of sgd.")
     weight_decay: float = _about(0.0, "Of the optimizer.")

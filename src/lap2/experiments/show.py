@@ -36,7 +36,7 @@ def show(name: str, rows: Sequence[Row], path: Path) -> Shown:
     final = select(rows, experiment=source, phase="final")
     if name == "table2":
         return Shown(tuple(_compared(final, d) for d in ("mnist", "fashion-mnist")), ())
-    if name == "cifar10":
+    if name in {"cifar10", "cifar10-block"}:
         recipes = sorted({row["labels"]["recipe"] for row in final})
         return Shown(tuple(_compared(final, "cifar10", recipe=r) for r in recipes), ())
     from lap2.experiments import charts  # noqa: PLC0415 - matplotlib is optional

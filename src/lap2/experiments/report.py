@@ -1,0 +1,46 @@
+"""docs/results.md: the text is written by hand, the tables and pictures come from result files.
+
+Between ``<!-- NAME -->`` and ``<!-- end -->`` stands what experiment NAME shows.
+"""
+
+import re
+from pathlib import Path
+
+from lap2.experiments.show import show
+from lap2.experiments.sweep import read_rows
+from lap2.ledger import write_text
+
+__all__ = ["filled", "write"]
+
+_PLACE = re.compile(r"(<!-- ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def filled(text: str, results: Path, images: Path) -> str:
+    """The page with every place filled from ``results``; pictures are written to ``images``.
+
+    Args:
+        text: the page.
+        results: the folder of the result files, ``EXPERIMENT.jsonl``.
+        images: a folder beside the page.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        source = "table2" if name == "figure8" else name
+        rows = read_rows(results / f"{source}.jsonl")
+        if not rows:
+            return (
+                f"{match[1]}\n*No results yet: `lap2 reproduce {name}` makes them.*\n\n{match[3]}"
+            )
+        shown = show(name, rows, images / name)
+        parts = [f"**{table.title}**\n\n{table.markdown()}" for table in shown.tables]
+        parts += [f"![{name}]({images.name}/{path.name})\n" for path in shown.pictures]
+        return match[1] + "\n" + "\n".join(parts) + "\n" + match[3]
+
+    return _PLACE.sub(fill, text)
+
+
+def write(page: Path, results: Path) -> None:
+    """Fill a page in place; its pictures go to the folder ``images`` beside it."""
+    text = page.read_text(encoding="utf-8")
+    write_text(page, filled(text, results, page.parent / "images"))
