@@ -1,6 +1,7 @@
 """Sweeps: every run once, interrupted ones continued, tables and figures from rows."""
 
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,34 @@ def test_processes_give_the_same_rows(tmp_path):
     assert len(sweep.read_rows(tmp_path / "rows.jsonl")) == 2
 
 
+def test_an_engine_that_gives_no_rows_until_the_end_gets_a_few_jobs_at_a_time(
+    tmp_path, monkeypatch
+):
+    backend = "joblib._parallel_backends.SequentialBackend.supports_return_generator"
+    monkeypatch.setattr(backend, False)
+    seen = []
+    monkeypatch.setattr(
+        sweep, "do", lambda job, *_: seen.append(written(tmp_path)) or fake_row(job)
+    )
+    rows = finish([job(seed) for seed in range(4)], tmp_path, workers=2)
+    assert [row["key"] for row in rows] == [job(seed).key for seed in range(4)]
+    assert seen == [0, 0, 2, 2]
+
+
+def written(folder):
+    return len(sweep.read_rows(folder / "rows.jsonl"))
+
+
+def fake_row(job):
+    return {"key": job.key, "labels": {}, "accuracy": 0.5}
+
+
+def test_an_engine_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray.util.joblib", None)
+    with pytest.raises(ImportError, match=r"needs ray\.util\.joblib: python -m pip install 'ray'"):
+        finish([job()], tmp_path, backend="ray")
+
+
 def test_a_damaged_results_file_is_refused_with_the_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"key": "a"}\n{"key": ')
@@ -119,7 +148,8 @@ def test_steps_to_reach_a_target_are_the_first_of_the_mean_curve():
 
 def tiny_experiment(_scale):
     cells = []
-    for column, changes in COLUMNS.items():
+    for column in ("gaussian", "denoised"):
+        changes = COLUMNS[column]
         labels = {"experiment": "table2", "dataset": "mnist", "column": column, "epsilon": "8"}
         recipe = replace(TINY, **changes)
         cells.append(Cell(labels, recipe, seeds=2, tuning=Tuning(labels, recipe, holdout=100)))
@@ -137,15 +167,16 @@ def test_tuning_never_sees_the_test_set_and_decides_the_rate(tmp_path, monkeypat
     tuned = sweep.select(rows, phase="tune")
     assert {r["evaluated_on"] for r in tuned} == {"holdout"}
     assert {r["evaluated_on"] for r in final} == {"test"}
-    assert len(final) == 10
-    for column in COLUMNS:
+    assert len(final) == 4
+    for column in ("gaussian", "denoised"):
         trials = sweep.select(tuned, column=column)
         assert len(trials) == 3  # the same effort for every column
         best = max(trials, key=lambda r: (r["accuracy"], -r["recipe"]["learning_rate"]))
         for r in sweep.select(final, column=column):
             assert r["recipe"]["learning_rate"] == best["recipe"]["learning_rate"]
     shown = show("table2", rows, tmp_path / "figure")
-    assert "not run" not in shown.tables[0].lines[0]
+    (line,) = shown.tables[0].lines
+    assert [text == "not run" for text in line] == [False, False, True, True, True, False]
 
 
 def test_shortened_tuning_runs_are_the_same_process_in_fewer_steps():

@@ -45,6 +45,8 @@ def reproduce(
                 backend=backend,
             )
         )
+    except ImportError as error:
+        raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:
         typer.echo("\ninterrupted; the same command goes on where it stopped", err=True)
         raise typer.Exit(130) from None

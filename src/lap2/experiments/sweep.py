@@ -9,6 +9,7 @@ the rest.
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -108,18 +109,26 @@ def _rows(jobs: list[Job], folder: Path, workers: int, backend: str) -> Iterator
     """The rows of the jobs, as they come."""
     if not jobs:
         return
-    import joblib  # noqa: PLC0415 - optional
-
+    joblib = _engine("joblib", "lap2[experiments]")
     if backend == "ray":
-        from ray.util.joblib import (  # noqa: PLC0415 - optional  # pyright: ignore[reportMissingImports]
-            register_ray,
-        )
-
-        register_ray()
+        _engine("ray.util.joblib", "ray").register_ray()
     threads = max(1, (os.cpu_count() or 1) // workers)
     with joblib.parallel_config(backend=backend, n_jobs=workers):
-        parallel: Any = joblib.Parallel(return_as="generator_unordered")
-        yield from parallel(joblib.delayed(do)(job, folder, threads) for job in jobs)
+        tasks = [joblib.delayed(do)(job, folder, threads) for job in jobs]
+        if joblib.parallel.get_active_backend()[0].supports_return_generator:
+            yield from joblib.Parallel(return_as="generator_unordered")(tasks)
+            return
+        for start in range(0, len(tasks), workers):  # so that rows are written as they come
+            yield from joblib.Parallel()(tasks[start : start + workers])
+
+
+def _engine(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"this sweep needs {module}: python -m pip install '{package}'"
+        ) from error
 
 
 def do(job: Job, folder: Path, threads: int) -> Row:
