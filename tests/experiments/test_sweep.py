@@ -140,7 +140,7 @@ def test_the_standard_error_is_that_of_the_mean():
 
 def test_steps_to_reach_a_target_are_the_first_of_the_mean_curve():
     rows = [row(0.96), row(0.94), row(0.5, "exact")]
-    table = tables.steps_to_reach(rows, (74.0, 95.0, 99.0), dataset="mnist")
+    table = tables.steps_to_reach(rows, (74.0, 95.0, 99.0), title="t", dataset="mnist")
     assert table.lines[0] == ("Gaussian", "10", "20", "never")
     assert table.lines[3][1:] == ("never", "never", "never")
     assert table.lines[1][1:] == ("not run",) * 3

@@ -35,7 +35,7 @@ def against_epsilon(rows: Sequence[Row], path: Path) -> Path:
         for index, clip in enumerate(clips):
             style = {"color": _SHADES[index % 5], "marker": _MARKERS[index % 5]}
             _curve(axes, select(rows, clip=clip), "epsilon", label=f"C = {clip}", **style)
-        axes.set_xscale("log")
+        _ticks(axes, rows, "epsilon")
         return _save(figure, axes, path)
 
 
@@ -45,7 +45,7 @@ def against_batch(rows: Sequence[Row], path: Path) -> Path:
         figure, axes = _panel("expected batch size", "test accuracy (%)")
         for column, style in STYLES.items():
             _curve(axes, select(rows, column=column), "batch", label=HEADINGS[column], **style)
-        axes.set_xscale("log", base=2)
+        _ticks(axes, rows, "batch")
         return _save(figure, axes, path)
 
 
@@ -124,6 +124,14 @@ def _star(axes: Any, axis: dict[str, list[str]], multiplier: float | None) -> No
     if feasible:
         place = (feasible[-1] + 0.32, len(axis["noise"]) - 1 + 0.28)
         axes.plot(*place, marker="*", markersize=13, color=VERMILLION, clip_on=False)
+
+
+def _ticks(axes: Any, rows: Sequence[Row], label: str) -> None:
+    """A logarithmic axis that names the points that were measured."""
+    points = sorted({row["labels"][label] for row in rows}, key=float)
+    axes.set_xscale("log")
+    axes.set_xticks([float(point) for point in points], points)
+    axes.minorticks_off()
 
 
 def _curve(axes: Any, rows: Sequence[Row], label_of_x: str, **style: Any) -> None:

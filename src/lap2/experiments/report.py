@@ -28,11 +28,11 @@ def filled(text: str, results: Path, images: Path) -> str:
         name = match[2]
         source = "table2" if name == "figure8" else name
         rows = read_rows(results / f"{source}.jsonl")
-        if not rows:
+        shown = show(name, rows, images / name)
+        if not (shown.tables or shown.pictures):
             return (
                 f"{match[1]}\n*No results yet: `lap2 reproduce {name}` makes them.*\n\n{match[3]}"
             )
-        shown = show(name, rows, images / name)
         parts = [f"**{table.title}**\n\n{table.markdown()}" for table in shown.tables]
         parts += [f"![{name}]({images.name}/{path.name})\n" for path in shown.pictures]
         return match[1] + "\n" + "\n".join(parts) + "\n" + match[3]

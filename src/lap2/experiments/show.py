@@ -1,8 +1,9 @@
 """What an experiment's rows look like: its tables and its figures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lap2.calibration import calibrate_noise
 from lap2.experiments.recipe import load_recipe
@@ -29,32 +30,65 @@ def show(name: str, rows: Sequence[Row], path: Path) -> Shown:
 
     Args:
         name: of the experiment.
-        rows: what it found; rows of other experiments are left out.
+        rows: what it found; rows of other experiments are left out. Without any, nothing is shown.
         path: where pictures go: their names begin with its last part.
     """
     source = "table2" if name == "figure8" else name
     final = select(rows, experiment=source, phase="final")
-    if name == "table2":
-        return Shown(tuple(_compared(final, d) for d in ("mnist", "fashion-mnist")), ())
-    if name in {"cifar10", "cifar10-block"}:
-        recipes = sorted({row["labels"]["recipe"] for row in final})
-        return Shown(tuple(_compared(final, "cifar10", recipe=r) for r in recipes), ())
+    if name == "figure8":
+        final = select(final, epsilon="3.42")
+    if not final:
+        return Shown((), ())
+    return _SHOWS.get(name, _batches)(final, path)
+
+
+def _table2(rows: Sequence[Row], _path: Path) -> Shown:
+    return Shown(tuple(_compared(rows, dataset) for dataset in _TARGETS), ())
+
+
+def _cifar10(rows: Sequence[Row], _path: Path) -> Shown:
+    recipes = sorted({row["labels"]["recipe"] for row in rows})
+    return Shown(tuple(_compared(rows, "cifar10", recipe=recipe) for recipe in recipes), ())
+
+
+def _clips(rows: Sequence[Row], path: Path) -> Shown:
+    return Shown((), (_charts().against_epsilon(rows, path),))
+
+
+def _grid(rows: Sequence[Row], path: Path) -> Shown:
+    return Shown((), (_charts().grid(rows, _chosen(rows), path),))
+
+
+def _batches(rows: Sequence[Row], path: Path) -> Shown:
+    return Shown((), (_charts().against_batch(rows, path),))
+
+
+def _speed(rows: Sequence[Row], path: Path) -> Shown:
+    tables: list[Table] = []
+    pictures: list[Path] = []
+    for dataset, targets in _TARGETS.items():
+        found = select(rows, dataset=dataset)
+        if found:
+            tables.append(steps_to_reach(found, targets, title=_NAMES[dataset]))
+            place = path.with_name(f"{path.name}-{dataset}")
+            pictures.append(_charts().progress(found, targets, place))
+    return Shown(tuple(tables), tuple(pictures))
+
+
+_SHOWS: dict[str, Callable[[Sequence[Row], Path], Shown]] = {
+    "table2": _table2,
+    "cifar10": _cifar10,
+    "cifar10-block": _cifar10,
+    "figure5": _clips,
+    "figure6": _grid,
+    "figure8": _speed,
+}
+
+
+def _charts() -> Any:
     from lap2.experiments import charts  # noqa: PLC0415 - matplotlib is optional
 
-    if name == "figure5":
-        return Shown((), (charts.against_epsilon(final, path),))
-    if name == "figure6":
-        return Shown((), (charts.grid(final, _chosen(final), path),))
-    if name == "figure8":
-        tables: list[Table] = []
-        pictures: list[Path] = []
-        for dataset, targets in _TARGETS.items():
-            found = select(final, dataset=dataset, epsilon="3.42")
-            tables.append(steps_to_reach(found, targets))
-            place = path.with_name(f"{path.name}-{dataset}")
-            pictures.append(charts.progress(found, targets, place))
-        return Shown(tuple(tables), tuple(pictures))
-    return Shown((), (charts.against_batch(final, path),))
+    return charts
 
 
 def _compared(rows: Sequence[Row], dataset: str, **labels: str) -> Table:

@@ -86,7 +86,9 @@ def comparison(rows: Sequence[Row], *, title: str, **labels: str) -> Table:
     return Table(title, tuple(header), tuple(lines))
 
 
-def steps_to_reach(rows: Sequence[Row], targets: Sequence[float], **labels: str) -> Table:
+def steps_to_reach(
+    rows: Sequence[Row], targets: Sequence[float], *, title: str, **labels: str
+) -> Table:
     """The first evaluated step at which each mechanism's mean accuracy reaches each target."""
     final = select(rows, phase="final", **labels)
     lines: list[tuple[str, ...]] = []
@@ -96,7 +98,7 @@ def steps_to_reach(rows: Sequence[Row], targets: Sequence[float], **labels: str)
         texts = ["never" if first is None else str(first) for first in firsts]
         lines.append((HEADINGS[column], *(texts if curve else ["not run"] * len(targets))))
     header = ("", *(f"steps to {target:g}%" for target in targets))
-    return Table("Steps until the mean test accuracy reaches a target", header, tuple(lines))
+    return Table(f"{title}: steps until the mean test accuracy is reached", header, tuple(lines))
 
 
 def mean_curve(rows: Sequence[Row]) -> list[tuple[int, float]]:
