@@ -29,8 +29,25 @@ def test_every_committed_row_is_a_run_of_its_experiment(path):
         assert row["labels"]["experiment"] == path.stem
         tuning = row["labels"]["phase"] == "tune"
         assert row["evaluated_on"] == ("holdout" if tuning else "test")
+        rates = {r["labels"]["factor"] for r in rows if cell_of(r) == cell_of(row)}
+        assert tuning or len(rates) == 1  # one rate, the one that tuning chose
         if not tuning and row["recipe"]["accounting"] == "exact":
             assert row["exact_epsilon"] <= row["recipe"]["epsilon"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_command_that_is_documented_takes_every_committed_row_as_done(path):
+    rows = read_rows(path)
+    (scale,) = {row["labels"]["scale"] for row in rows}
+    jobs: set[str] = set()
+    for cell in EXPERIMENTS[path.stem].cells(scale):
+        factors = cell.tuning.factors if cell.tuning else (1.0,)
+        jobs |= {job.key for factor in factors for job in cell.jobs(factor)}
+    assert {row["key"] for row in rows if row["labels"]["phase"] == "final"} <= jobs
+
+
+def cell_of(row):
+    return {name: text for name, text in row["labels"].items() if name != "factor"}
 
 
 def test_every_experiment_has_a_place_on_the_page_or_says_how_to_make_it(tmp_path):

@@ -7,8 +7,10 @@ import typer
 from rich.console import Console
 
 from lap2.cli.options import input_checked, integer
+from lap2.experiments import reproduce as experiments
+from lap2.experiments.show import show
 
-_NAMES = "table2, cifar10, cifar10-block, figure5, figure6, figure8, figure10 or figure11."
+_NAMES = "; ".join(f"{name}: {spec.shows}" for name, spec in experiments.EXPERIMENTS.items())
 
 
 def reproduce(
@@ -28,9 +30,6 @@ def reproduce(
     ] = None,
 ) -> None:
     """Do an experiment of the paper and print its table; started again, it goes on."""
-    from lap2.experiments import reproduce as experiments  # noqa: PLC0415 - torch is optional
-    from lap2.experiments.show import show  # noqa: PLC0415
-
     place = Path("runs") / "reproduce"
     path = results or place / f"{name}-{scale}.jsonl"
     try:

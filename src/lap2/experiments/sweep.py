@@ -91,7 +91,7 @@ def finish(
     done = {row["key"]: row for row in read_rows(results)}
     missing = [job for job in {job.key: job for job in jobs}.values() if job.key not in done]
     results.parent.mkdir(parents=True, exist_ok=True)
-    with _bar(progress) as bar:
+    with _bar(progress and bool(jobs)) as bar:
         task = bar.add_task("runs", total=len(jobs), completed=len(jobs) - len(missing))
         for row in _rows(missing, folder, count, backend):
             with results.open("a", encoding="utf-8") as stream:
@@ -101,7 +101,7 @@ def finish(
             done[row["key"]] = row
             bar.advance(task)
             if progress and not bar.console.is_terminal:
-                bar.console.print(_line(row))
+                bar.console.print(_line(row), soft_wrap=True)
     return [done[job.key] for job in jobs]
 
 
