@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import lap2
 from lap2.experiments import data, run, tasks
 from lap2.experiments.models import mnist_cnn
 from lap2.experiments.recipe import load_recipe
+from lap2.train import PrivacyEngine
 
 
 def test_the_papers_cnn_has_its_number_of_parameters():
@@ -201,3 +203,18 @@ def test_fine_tuning_runs_end_to_end_on_a_tiny_transformer(tmp_path, monkeypatch
     assert all(
         not torch.equal(before[name], after[name]) for name in before if "prepare" not in name
     )
+
+
+@pytest.mark.parametrize("given", [{}, {"epochs": 1, "steps": 5}, {"steps": 0}, {"epochs": 0}])
+def test_the_engine_wants_epochs_or_steps_and_at_least_one(given):
+    task = tasks.load_task(load_recipe("digits"))
+    with pytest.raises(ValueError, match="epochs|steps"):
+        PrivacyEngine().make_private_with_epsilon(
+            module=task.model,
+            optimizer=torch.optim.SGD(task.model.parameters(), lr=1.0),
+            data_loader=DataLoader(task.records, batch_size=100),
+            target_epsilon=1.0,
+            target_delta=1e-5,
+            max_grad_norm=1.0,
+            **given,
+        )

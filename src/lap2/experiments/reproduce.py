@@ -278,7 +278,7 @@ def _grid(scale: Scale) -> list[Cell]:
 def _affordable(noise: float, epsilon: float, delta: float, prob: float, most: int) -> int:
     """How many steps a target allows; zero if not one."""
     try:
-        step = Laplace(noise, _CNN_PARAMETERS)
+        step = Laplace(noise * (1 - 1e-6), _CNN_PARAMETERS)  # the noise's rounding takes less
         steps = calibrate_steps(step, epsilon=epsilon, delta=delta, sampling_prob=prob)
     except CalibrationError:
         return 0
