@@ -208,7 +208,7 @@ def test_fine_tuning_runs_end_to_end_on_a_tiny_transformer(tmp_path, monkeypatch
 @pytest.mark.parametrize("given", [{}, {"epochs": 1, "steps": 5}, {"steps": 0}, {"epochs": 0}])
 def test_the_engine_wants_epochs_or_steps_and_at_least_one(given):
     task = tasks.load_task(load_recipe("digits"))
-    with pytest.raises(ValueError, match="epochs|steps"):
+    with pytest.raises(ValueError, match=r"epochs|steps"):
         PrivacyEngine().make_private_with_epsilon(
             module=task.model,
             optimizer=torch.optim.SGD(task.model.parameters(), lr=1.0),
