@@ -32,7 +32,7 @@ from lap2.experiments.models import mnist_cnn
 from lap2.interop._opacus_step import PoissonSampler
 from lap2.interop.opacus import LaplaceAccountant, LaplaceDPOptimizer, PrivacyEngine
 from lap2.ledger import LedgerError
-from lap2.noise import EntropyError
+from lap2.noise import EntropyError, SecureLaplace
 from lap2.train import BookkeepingError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
@@ -288,6 +288,27 @@ def test_denoising_is_free_and_a_choice():
 
 
 # Trap 1
+
+
+def test_the_ledger_has_the_coordinates_that_get_noise(monkeypatch):
+    """What is denoised is released in a basis with a few more coordinates than the model."""
+    seen = []
+    add = SecureLaplace.add
+
+    def watched(self, arrays, scale):
+        parts = arrays if isinstance(arrays, list) else [arrays]
+        seen.append(sum(part.numel() for part in parts))
+        return add(self, arrays, scale)
+
+    monkeypatch.setattr(SecureLaplace, "add", watched)
+    for denoise in ("auto", 0.5, "none"):
+        engine, model, optimizer, loader = private(
+            nn.Linear(50, 3), data(8, 50), batch_size=8, denoise=denoise
+        )
+        train(model, optimizer, loader)
+        (entry,) = engine.accountant.inner.ledger
+        assert entry.mechanism.dimension == seen[-1]
+    assert seen == [160, 160, 153]
 
 
 def test_channels_last_is_refused_and_functorch_gets_it_right():

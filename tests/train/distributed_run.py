@@ -137,6 +137,7 @@ def refused(_folder):
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     for attempt in (
         lambda: make(records=60 + rank),
+        lambda: make(denoise=("auto", "none")[rank]),
         lambda: make_around(wrapped),
         lambda: make_around(sharded),
     ):

@@ -79,8 +79,9 @@ def test_empty_local_batches_do_not_desynchronise(folder):
 
 def test_ranks_that_disagree_and_wrapped_models_are_refused(folder):
     for result in results(folder, "refused"):
-        disagree, wrapped, sharded = result["messages"]
+        disagree, denoising, wrapped, sharded = result["messages"]
         assert "all processes must have the same" in disagree
+        assert "all processes must have the same mechanism and denoising" in denoising
         assert "pass the model inside it" in wrapped
         assert "is sharded (FSDP)" in sharded
 

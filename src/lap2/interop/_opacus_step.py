@@ -24,6 +24,7 @@ from lap2.accountant import Accountant
 from lap2.mechanism import Laplace
 from lap2.noise import SecureLaplace, accounted_noise_multiplier
 from lap2.train import BookkeepingError, Denoiser, PoissonLoader
+from lap2.train.rotate import gather, spread, spread_size
 
 __all__ = [
     "DistributedLaplaceDPOptimizer",
@@ -31,6 +32,7 @@ __all__ = [
     "LaplaceDPOptimizer",
     "Loader",
     "PoissonSampler",
+    "released_size",
 ]
 
 _CHUNK = 1024
@@ -291,18 +293,24 @@ class LaplaceDPOptimizer(DPOptimizer):
     def add_noise(self) -> None:
         """Enter the step in the ledger; then add noise, once, to all coordinates."""
         scale = self.noise_multiplier * self.max_grad_norm
+        size = released_size(self._dimension, self.denoiser)
         accounted = accounted_noise_multiplier(
-            self._noise, scale=scale, max_grad_norm=self.max_grad_norm, size=self._dimension
+            self._noise, scale=scale, max_grad_norm=self.max_grad_norm, size=size
         )
-        step = Laplace(accounted, self._dimension)
+        step = Laplace(accounted, size)
         self.accountant.inner.compose(step, sampling_prob=self._prob)
         self._unseen = -1
         self._release(scale)
 
     def _release(self, scale: float) -> None:
         sums: list[Any] = [p.summed_grad for p in self.params]
-        self._noise.add(sums, scale)
-        self.denoiser(sums, scale)
+        if self.denoiser.mode == "none":
+            self._noise.add(sums, scale)
+        else:
+            flat = spread(sums)
+            self._noise.add(flat, scale)
+            self.denoiser([flat], scale)
+            gather(flat, sums)
         for p, total in zip(self.params, sums, strict=True):
             p.grad, p.summed_grad = total.view_as(p), None
 
@@ -330,6 +338,11 @@ class DistributedLaplaceDPOptimizer(LaplaceDPOptimizer, DistributedDPOptimizer):
 
     def reduce_gradients(self) -> None:
         """Nothing is left to reduce."""
+
+
+def released_size(dimension: int, denoiser: Denoiser) -> int:
+    """How many coordinates get noise: what is denoised is released in a basis of its own."""
+    return dimension if denoiser.mode == "none" else spread_size(dimension)
 
 
 def _examples(p: Any) -> int:

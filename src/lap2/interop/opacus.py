@@ -31,6 +31,7 @@ from lap2.interop._opacus_step import (
     LaplaceDPOptimizer,
     Loader,
     PoissonSampler,
+    released_size,
 )
 from lap2.mechanism import Laplace
 from lap2.noise import SecureLaplace, accounted_noise_multiplier
@@ -189,7 +190,9 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 "steps; give make_private a noise_multiplier"
             )
         clip = _validate.positive("max_grad_norm", max_grad_norm)
-        size = _dimension(module, optimizer)
+        size = released_size(
+            _dimension(module, optimizer), Denoiser(options.get("denoise", "auto"))
+        )
         prob, steps, _ = _schedule(data_loader, public_size)
         wanted = calibrate_noise(
             Laplace(1.0, size),
@@ -303,7 +306,7 @@ def _refuse_unless(*rules: tuple[bool, str]) -> None:
 
 
 def _dimension(module: nn.Module, optimizer: Optimizer) -> int:
-    """The number of coordinates released, once the two are known to fit together."""
+    """The number of trained coordinates, once the two are known to fit together."""
     trained = {id(p): p for p in module.parameters() if p.requires_grad}
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     types = {p.dtype for p in trained.values()} - {torch.float32, torch.float64}

@@ -1,7 +1,8 @@
 """Free post-processing of Laplace-noised sums: clamping at the score of the noise.
 
-See :mod:`lap2.signal` for what it buys. Whatever is computed here, from released sums alone, costs
-no privacy: the choice of the clamp included.
+See :mod:`lap2.signal` for what it buys, and :mod:`lap2.train.rotate` for the basis it is done in.
+Whatever is computed here, from released sums alone, costs no privacy: the choice of the clamp
+included.
 """
 
 # pyright: basic
@@ -15,7 +16,7 @@ from lap2 import _validate
 
 __all__ = ["Denoiser"]
 
-_TAUS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, math.inf)
+_TAUS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, math.inf)
 _SAMPLE = 8192
 """Coordinates of a tensor that are looked at in one step."""
 _EVERY = 10
@@ -27,7 +28,8 @@ class Denoiser:
 
     Args:
         denoise: "none" leaves sums as they are; a number is tau for all tensors; "auto" chooses tau
-            for each tensor from its own released sums.
+            for each tensor it is given (for l2-clipped sums, one for each clip) from what was
+            released of it.
         memory: how many of the steps looked at "auto" remembers.
 
     "auto" maximises the share of the clamped tensor that is signal, ``E[s f(y)]^2 / E[f(y)^2]``,
@@ -66,9 +68,12 @@ class Denoiser:
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`; or learn anew, if it was made with other clamps."""
+        moments = [_floats(values) for values in state["moments"]]  # type: ignore[attr-defined]
+        if any(values.shape[1] != len(_TAUS) for values in moments):
+            return
         self._steps, self._looks = int(state["steps"]), int(state["looks"])  # type: ignore[call-overload]
-        self._moments = [_floats(values) for values in state["moments"]]  # type: ignore[attr-defined]
+        self._moments = moments
         self._taus = list(state["taus"])  # type: ignore[call-overload]
 
     def _choose(self, sums: list[Tensor], scale: float) -> list[float]:

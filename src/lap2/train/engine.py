@@ -61,7 +61,7 @@ class PrivacyEngine:
     Formal guarantee:
         :meth:`get_epsilon` is an upper bound for exactly the steps taken: the Poisson sampling
         done, the noise added, and the sensitivity the noise's own rounding adds. It assumes that
-        sums of clipped gradients are exact; what float32 rounding does to them is not accounted.
+        sums of clipped gradients are exact; what rounding does to them is not accounted.
     """
 
     def __init__(self, *, sampler: Sampler | None = None) -> None:
@@ -110,12 +110,13 @@ class PrivacyEngine:
             The module, the optimizer, and a loader that samples as accounted.
         """
         _validate.positive("noise_multiplier", noise_multiplier)
-        plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism)
+        denoiser = Denoiser(denoise if mechanism != "gaussian" else "none")
+        plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism, denoiser)
         return self._attach(
             plan,
             data_loader,
             plan.total_clip * noise_multiplier,
-            Denoiser(denoise if mechanism != "gaussian" else "none"),
+            denoiser,
             loss_reduction=loss_reduction,
             max_physical_batch_size=max_physical_batch_size,
             poisson_sampling=poisson_sampling,
@@ -156,7 +157,8 @@ class PrivacyEngine:
             max_physical_batch_size: as there.
             channels_last: as there.
         """
-        plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism)
+        denoiser = Denoiser(denoise if mechanism != "gaussian" else "none")
+        plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism, denoiser)
         world = World.current()
         prob, per_epoch = _schedule(data_loader, world)
         total = _total_steps(epochs, steps, per_epoch)
@@ -175,7 +177,7 @@ class PrivacyEngine:
             plan,
             data_loader,
             scale,
-            Denoiser(denoise if mechanism != "gaussian" else "none"),
+            denoiser,
             loss_reduction=loss_reduction,
             max_physical_batch_size=max_physical_batch_size,
             poisson_sampling=True,
@@ -221,6 +223,7 @@ class PrivacyEngine:
         world.same("number of records", size)
         world.same("names and shapes of parameters", shapes)
         world.same("noise scale and clips", (scale, plan.clips))
+        world.same("mechanism and denoising", (plan.mechanism, denoiser.mode, denoiser.tau))
         world.copy_from_first([*plan.module.parameters(), *plan.module.buffers()])
         self._step = PrivateStep(
             plan=plan,
@@ -267,7 +270,7 @@ class PrivacyEngine:
             bound=step.mechanism.bound,
             is_guarantee=self.accountant.is_guarantee and step.sampler.is_secure,
             assumptions=(
-                "the rounding of float32 sums does not matter",
+                "the rounding of sums does not matter",
                 "the number of records is public",
             ),
             caveats=tuple(caveats),

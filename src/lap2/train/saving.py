@@ -134,11 +134,11 @@ class Saver:
         return {
             "model": repr(shapes),
             "optimizer": f"{self._optimizer} over {groups} parameters",
+            "denoising": f"{step.denoiser.mode} {step.denoiser.tau}{' rotated' * plan.rotated}",
             "mechanism": repr(step.mechanism),
             "sampling probability": repr(step.sampling_prob),
             "clips": repr(plan.clips),
             "divisor": repr(step.divisor),
-            "denoising": f"{step.denoiser.mode} {step.denoiser.tau}",
         }
 
     def _check_fits(self, path: Path, state: dict[str, Any], scheduler: Any) -> None:

@@ -21,6 +21,7 @@ from lap2.train.denoise import Denoiser
 from lap2.train.distributed import World, refuse_wrapped
 from lap2.train.poisson import PoissonLoader
 from lap2.train.recorder import BookkeepingError, Recorded, Recorder
+from lap2.train.rotate import gather, spread, spread_size
 
 __all__ = ["Clip", "MechanismName", "PrivateStep", "ReleasePlan", "make_step_private"]
 
@@ -33,19 +34,38 @@ _SHRINK = 1 - 2.0**-14
 
 @dataclass(frozen=True)
 class ReleasePlan:
-    """What is clipped together: parameters, clips, and the kind of noise."""
+    """What is clipped together, what is released of it, and with which noise.
+
+    Attributes:
+        module: the model.
+        optimizer: of its trainable parameters.
+        mechanism: the kind of noise.
+        groups: the parameters that are clipped together.
+        clips: of the groups.
+        rotated: whether the sum of a group is released in the basis of :mod:`lap2.train.rotate`.
+    """
 
     module: nn.Module
     optimizer: Optimizer
     mechanism: MechanismName
     groups: tuple[tuple[Tensor, ...], ...]
     clips: tuple[float, ...]
+    rotated: bool
 
     @classmethod
     def of(
-        cls, module: nn.Module, optimizer: Optimizer, clip: Clip, mechanism: MechanismName
+        cls,
+        module: nn.Module,
+        optimizer: Optimizer,
+        clip: Clip,
+        mechanism: MechanismName,
+        denoiser: Denoiser,
     ) -> "ReleasePlan":
-        """Check that everything fits together."""
+        """Check that everything fits together.
+
+        Sums that will be denoised are rotated, if they are clipped in l2: l1 norms change with the
+        basis.
+        """
         _validate.choice("mechanism", mechanism, ("laplace", "gaussian", "laplace-l1"))
         refuse_wrapped(module)
         trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
@@ -62,12 +82,36 @@ class ReleasePlan:
         else:
             groups = [[p for group in optimizer.param_groups for p in group["params"]]]
             clips = [_validate.positive("max_grad_norm", clip)]
-        return cls(module, optimizer, mechanism, tuple(map(tuple, groups)), tuple(clips))
+        rotated = mechanism == "laplace" and denoiser.mode != "none"
+        return cls(module, optimizer, mechanism, tuple(map(tuple, groups)), tuple(clips), rotated)
 
     @property
     def sizes(self) -> list[int]:
-        """Number of coordinates of each group."""
-        return [sum(p.numel() for p in group) for group in self.groups]
+        """Number of released coordinates of each group."""
+        sizes = [sum(p.numel() for p in group) for group in self.groups]
+        return [spread_size(size) for size in sizes] if self.rotated else sizes
+
+    def prepare(self, sums: dict[int, Tensor]) -> list[Tensor]:
+        """What to add noise to: tensors by parameter, or a vector by group.
+
+        Args:
+            sums: by parameter, those that took part; taken out one group at a time.
+        """
+        released: list[Tensor] = []
+        for group in self.groups:
+            found = [sums.pop(id(p)) if id(p) in sums else _zeros(p) for p in group]
+            released += [spread(found)] if self.rotated else found
+        sums.clear()
+        return released
+
+    def restore(self, released: list[Tensor]) -> list[Tensor]:
+        """What became of :meth:`prepare`'s result, by parameter."""
+        if not self.rotated:
+            return released
+        sums = [[torch.empty_like(p, dtype=_wide(p)) for p in group] for group in self.groups]
+        for flat, part in zip(released, sums, strict=True):
+            gather(flat, part)
+        return [total for part in sums for total in part]
 
     @property
     def total_clip(self) -> float:
@@ -246,17 +290,13 @@ class PrivateStep:
 
     def _release(self) -> None:
         """Account, add noise once to every coordinate, denoise, divide by the public batch size."""
-        sums = [
-            self._sums.pop(id(p)) if id(p) in self._sums else torch.zeros_like(p, dtype=_wide(p))
-            for p in self._params
-        ]
-        self._sums.clear()
+        release = self._plan.prepare(self._sums)
         self._enter()
         self._world.release(
-            sums, lambda part: self.sampler.add(part, self.scale), sliced=self.sampler.is_secure
+            release, lambda part: self.sampler.add(part, self.scale), sliced=self.sampler.is_secure
         )
-        self.taus = self.denoiser(sums, self.scale)
-        for param, total in zip(self._params, sums, strict=True):
+        self.taus = self.denoiser(release, self.scale)
+        for param, total in zip(self._params, self._plan.restore(release), strict=True):
             param.grad = total.div_(self.divisor).to(param.dtype)
         if self.loader is not None:
             self.loader.position += 1
@@ -273,6 +313,10 @@ class PrivateStep:
     def account(self, steps: int) -> None:
         """Enter steps in the ledger."""
         self._accountant.compose(self.mechanism, sampling_prob=self.sampling_prob, steps=steps)
+
+
+def _zeros(param: Tensor) -> Tensor:
+    return torch.zeros_like(param, dtype=_wide(param))
 
 
 def _wide(param: Tensor) -> torch.dtype:
