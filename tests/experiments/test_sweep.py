@@ -127,9 +127,39 @@ def test_a_comparison_has_means_errors_and_says_what_was_not_run():
     (first, second) = table.lines
     assert first[:3] == ("0.88", "96.1", "91.00 (1.00; 2 runs)")
     assert first[4] == "70.00 (1 run); exact epsilon 0.445"
-    assert second == ("0.13", "87.5", "not run", "not run", "not run", "10.00 (1 run)", "not run")
+    assert second[:6] == ("0.13", "87.5", "not run", "not run", "not run", "10.00 (1 run)")
+    assert second[6:] == ("not run", "")
     assert "no guarantee" in table.header[4]
     assert table.markdown().splitlines()[2].startswith("| 0.88 | 96.1 | 91.00")
+
+
+@pytest.mark.parametrize(
+    ("ours", "gaussian", "paper", "said"),
+    [
+        ([0.89, 0.91], [0.89, 0.91], 90.0, "+0.00 (1.41)"),
+        ([0.90, 0.90], [0.90, 0.92], 90.0, "-1.00 (1.00)"),
+        ([0.89, 0.90], [0.90, 0.92], 89.0, "-1.50 (1.12), behind"),
+        ([0.89, 0.90], [0.88, 0.90], 90.0, "+0.50 (1.12), below the paper"),
+        ([0.50, 0.52], [0.90, 0.92], 90.0, "-40.00 (1.41), behind, below the paper"),
+        ([0.89], [0.91], None, "-2.00"),
+        ([0.89], [0.91, 0.91], None, "-2.00"),
+        ([0.89], [], 90.0, "below the paper"),
+        ([], [0.9], 90.0, ""),
+    ],
+)
+def test_the_table_says_where_denoising_falls_short(ours, gaussian, paper, said):
+    assert tables.verdict([row(a) for a in ours], [row(a) for a in gaussian], paper) == said
+
+
+def test_costs_are_counted_for_each_experiment():
+    facts = {"experiment": "a", "scale": "full"}
+    rows = [{**row(0.9, **facts), "seconds": 1800.0}, {**row(0.8, **facts), "seconds": 3600.0}]
+    rows += [{**row(0.9, experiment="b", scale="small"), "seconds": 0.0}]
+    rows[0]["labels"]["phase"] = "tune"
+    assert tables.costs(rows).lines == (
+        ("a (full)", "1", "1", "90"),
+        ("b (small)", "0", "1", "0"),
+    )
 
 
 def test_the_standard_error_is_that_of_the_mean():
@@ -176,7 +206,7 @@ def test_tuning_never_sees_the_test_set_and_decides_the_rate(tmp_path, monkeypat
             assert r["recipe"]["learning_rate"] == best["recipe"]["learning_rate"]
     shown = show("table2", rows, tmp_path / "figure")
     (line,) = shown.tables[0].lines
-    assert [text == "not run" for text in line] == [False, False, True, True, True, False]
+    assert [text == "not run" for text in line] == [False, False, True, True, True, False, False]
 
 
 def test_shortened_tuning_runs_are_the_same_process_in_fewer_steps():

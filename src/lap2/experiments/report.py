@@ -1,13 +1,15 @@
 """docs/results.md: the text is written by hand, the tables and pictures come from result files.
 
-Between ``<!-- NAME -->`` and ``<!-- end -->`` stands what experiment NAME shows.
+Between ``<!-- NAME -->`` and ``<!-- end -->`` stands what experiment NAME shows; "costs" is what
+all of them took.
 """
 
 import re
 from pathlib import Path
 
-from lap2.experiments.show import show
+from lap2.experiments.show import Shown, show
 from lap2.experiments.sweep import read_rows
+from lap2.experiments.tables import costs
 from lap2.ledger import write_text
 
 __all__ = ["filled", "write"]
@@ -26,13 +28,17 @@ def filled(text: str, results: Path, images: Path) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match[2]
-        source = "table2" if name == "figure8" else name
-        rows = read_rows(results / f"{source}.jsonl")
-        shown = show(name, rows, images / name)
+        if name == "costs":
+            everything = [
+                row for path in sorted(results.glob("*.jsonl")) for row in read_rows(path)
+            ]
+            shown = Shown((costs(everything),) if everything else (), ())
+        else:
+            source = "table2" if name == "figure8" else name
+            shown = show(name, read_rows(results / f"{source}.jsonl"), images / name)
         if not (shown.tables or shown.pictures):
-            return (
-                f"{match[1]}\n*No results yet: `lap2 reproduce {name}` makes them.*\n\n{match[3]}"
-            )
+            how = "" if name == "costs" else f": `lap2 reproduce {name}` makes them"
+            return f"{match[1]}\n*No results yet{how}.*\n\n{match[3]}"
         parts = [f"**{table.title}**\n\n{table.markdown()}" for table in shown.tables]
         parts += [f"![{name}]({images.name}/{path.name})\n" for path in shown.pictures]
         return match[1] + "\n" + "\n".join(parts) + "\n" + match[3]

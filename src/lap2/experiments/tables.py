@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from lap2.experiments.recipe import COLUMNS
 from lap2.experiments.sweep import Row, select
 
-__all__ = ["Table", "comparison", "steps_to_reach", "summary"]
+__all__ = ["Table", "comparison", "costs", "steps_to_reach", "summary", "verdict"]
 
 HEADINGS = {
     "gaussian": "Gaussian",
@@ -22,6 +22,7 @@ HEADINGS = {
 }
 PAPER = {("mnist", "0.88"): 96.1, ("mnist", "0.13"): 87.5, ("fashion-mnist", "0.88"): 80.4}
 """Test accuracy of Lap2 in the paper's Table II, where it is known to us."""
+_CLAIMED = ("denoised", "gaussian")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def comparison(rows: Sequence[Row], *, title: str, **labels: str) -> Table:
     """The mechanisms beside each other, a line for each epsilon, from the final rows so labelled.
 
     The exact epsilon of the runs whose noise the published accountant set is beside their accuracy.
+    The last column is what this project claims, or where it fails: see :func:`verdict`.
     """
     final = select(rows, phase="final", **labels)
     epsilons = sorted({row["labels"]["epsilon"] for row in final}, key=float, reverse=True)
@@ -81,9 +83,30 @@ def comparison(rows: Sequence[Row], *, title: str, **labels: str) -> Table:
             if column == "published" and found:
                 text += f"; exact epsilon {_up(max(r['exact_epsilon'] for r in found))}"
             line.append(text)
-        lines.append(tuple(line))
-    header = ["epsilon", *(["Lap2 in the paper"] if known else []), *(HEADINGS[c] for c in COLUMNS)]
-    return Table(title, tuple(header), tuple(lines))
+        ours, gaussian = (select(final, epsilon=epsilon, column=c) for c in _CLAIMED)
+        lines.append((*line, verdict(ours, gaussian, paper[epsilon])))
+    first = ("epsilon", "Lap2 in the paper") if known else ("epsilon",)
+    header = (*first, *(HEADINGS[column] for column in COLUMNS), "denoising minus Gaussian")
+    return Table(title, header, tuple(lines))
+
+
+def verdict(ours: Sequence[Row], gaussian: Sequence[Row], paper: float | None = None) -> str:
+    """Difference of the means, with its standard error, and in words where it falls short.
+
+    "behind" is below the other by more than the other's standard error, "below the paper" is below
+    the paper's number. One run has no standard error, and is not judged against the other.
+    """
+    if not ours:
+        return ""
+    mean, error = summary(ours)
+    parts: list[str] = []
+    if gaussian:
+        other, spread = summary(gaussian)
+        judged = not math.isnan(error + spread)
+        parts.append(f"{mean - other:+.2f}" + f" ({math.hypot(error, spread):.2f})" * judged)
+        parts += ["behind"] * (judged and mean < other - spread)
+    parts += ["below the paper"] * (paper is not None and mean < paper)
+    return ", ".join(parts)
 
 
 def steps_to_reach(
@@ -99,6 +122,20 @@ def steps_to_reach(
         lines.append((HEADINGS[column], *(texts if curve else ["not run"] * len(targets))))
     header = ("", *(f"steps to {target:g}%" for target in targets))
     return Table(f"{title}: steps until the mean test accuracy is reached", header, tuple(lines))
+
+
+def costs(rows: Sequence[Row]) -> Table:
+    """Runs of each experiment and the time they took, each on a core of its own."""
+    names = list(dict.fromkeys(row["labels"]["experiment"] for row in rows))
+    lines: list[tuple[str, ...]] = []
+    for name in names:
+        found = select(rows, experiment=name)
+        seconds = [row["seconds"] for row in found]
+        scale = ", ".join(sorted({row["labels"]["scale"] for row in found}))
+        counts = (str(len(select(found, phase=phase))) for phase in ("tune", "final"))
+        lines.append((f"{name} ({scale})", *counts, f"{sum(seconds) / 60:.0f}"))
+    header = ("experiment", "tuning runs", "final runs", "core minutes")
+    return Table("What the runs took", header, tuple(lines))
 
 
 def mean_curve(rows: Sequence[Row]) -> list[tuple[int, float]]:
