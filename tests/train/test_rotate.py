@@ -30,11 +30,44 @@ def test_distances_stay_and_the_way_back_is_exact(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_little_is_added_and_few_coordinates_are_left_alone(size):
-    assert size <= spread_size(size) <= size * 17 / 16
+def test_little_is_added_and_few_coordinates_are_left_alone(size, monkeypatch):
+    assert spread_size(size) <= max(size * 17 / 16, module._COORDINATES)
     if size < 32:
         vector = torch.randn(size)
         assert torch.equal(spread([vector]), vector.double())
+    else:
+        assert spread_size(size) >= max(size, module._COORDINATES / 2)
+    monkeypatch.setattr(module, "_COORDINATES", 0)
+    assert size <= spread_size(size) <= size * 17 / 16
+
+
+def test_few_coordinates_are_there_several_times(monkeypatch):
+    vector = torch.randn(1000, dtype=torch.float64)
+    repeated = spread([vector])
+    monkeypatch.setattr(module, "_COORDINATES", 0)
+    once = spread([vector])
+    copies = len(repeated) // len(once)
+    assert copies == 2**17 // len(once)
+    for copy in repeated.view(copies, -1):
+        torch.testing.assert_close(copy, once / math.sqrt(copies))
+
+
+@pytest.mark.parametrize(("coordinates", "worse"), [(2**17, False), (0, True)])
+def test_repeated_coordinates_let_a_clamp_do_as_well_as_gaussian_noise(
+    coordinates, worse, monkeypatch
+):
+    """Signals of the noise's own size: what is left after one clamp, against a variance of 1."""
+    monkeypatch.setattr(module, "_COORDINATES", coordinates)
+    torch.manual_seed(0)
+    laplace, tau, errors = torch.distributions.Laplace(0.0, 1.0), 0.2, []
+    for _ in range(10):
+        signal, back = torch.randn(4000, dtype=torch.float64), torch.empty(4000)
+        noisy = spread([signal])
+        noisy += laplace.sample(noisy.shape)
+        gather(noisy.clamp_(-tau, tau), [back])
+        share = float((signal @ back.double()) ** 2 / (signal @ signal) / (back @ back))
+        errors.append(1 / share - 1)
+    assert (sum(errors) / len(errors) > 1.25) == worse
 
 
 def test_it_is_an_orthonormal_matrix():

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lap2.train.arena import Arena
 
-__all__ = ["Dense", "Outer", "PerExample", "Rows", "Tied", "summed"]
+__all__ = ["Dense", "Outer", "PerExample", "Rows", "Tied", "best_formed", "summed"]
 
 _LARGEST = 1 << 29
 """Explicit gradients of more numbers than this (2 GB in float32) are refused."""
 
-_LONG_ROW = 1 << 14
+_LONG_ROW = 1 << 13
 """torch's vector_norm, which needs no temporary, adds one by one: too inexact for longer rows."""
 
 
@@ -52,15 +52,24 @@ class PerExample(Protocol):
 
 
 class Dense:
-    """Gradients that are held as they are: biases, normalisation layers, and everything small."""
+    """Gradients that are held as they are: biases, convolutions, and everything small.
 
-    def __init__(self, param: Tensor, values: Tensor) -> None:
-        """Take ``values`` of shape (batch, *param.shape)."""
+    Args:
+        param: the parameter.
+        values: of shape (batch, *param.shape).
+        channels_last: whether ``values`` has the parameter's second dimension last instead.
+    """
+
+    def __init__(self, param: Tensor, values: Tensor, *, channels_last: bool = False) -> None:
+        """Keep the values in the order they have."""
         self.param, self._values = param, values.reshape(values.shape[0], param.numel())
+        self._channels_last = channels_last
 
     def square_norms(self) -> Tensor:
         """See :class:`PerExample`."""
-        return (self._values * self._values).sum(dim=1)
+        if self._values.shape[1] > _LONG_ROW:
+            return (self._values * self._values).sum(dim=1)  # in pairs, and so loses no digits
+        return torch.linalg.vector_norm(self._values, dim=1).square()
 
     def abs_sums(self) -> Tensor:
         """See :class:`PerExample`."""
@@ -68,7 +77,7 @@ class Dense:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`PerExample`."""
-        return (weights @ self._values).reshape(self.param.shape)
+        return _shaped((weights @ self._values)[None], self.param, self._channels_last)[0]
 
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
@@ -76,7 +85,7 @@ class Dense:
 
     def explicit(self) -> Tensor:
         """See :class:`PerExample`."""
-        return self._values.reshape(-1, *self.param.shape)
+        return _shaped(self._values, self.param, self._channels_last)
 
 
 class Outer:
@@ -103,11 +112,7 @@ class Outer:
         self.param, self._a, self._g = param, inputs, grads
         self._channels_last, self._arena = channels_last, arena
         _, positions, width = inputs.shape
-        size, held = width * grads.shape[2], positions * (width + grads.shape[2])
-        # Explicit gradients make the sum nearly free, but must not need much more memory than what
-        # is held anyway: those of convolutions do not, those of wide sequence layers do.
-        self._keep = size <= 2 * held
-        self._ghost = not self._keep or positions * held < 2 * size
+        self._ghost = not best_formed(positions, width, grads.shape[2])
         self._values: Tensor | None = None
         if positions == 1 or self._ghost:  # where the factors are squared, not their product
             self._a, self._g = _balanced(inputs, grads)
@@ -148,29 +153,31 @@ class Outer:
         else:
             weighted = (self._g * weights[:, None, None]).flatten(0, 1)
             total = weighted.mT @ self._a.flatten(0, 1)
-        return self._shaped(total.unsqueeze(0))[0]
+        return _shaped(total[None], self.param, self._channels_last)[0]
 
     def explicit(self) -> Tensor:
         """See :class:`PerExample`."""
-        return self._shaped(self._form())
-
-    def _shaped(self, values: Tensor) -> Tensor:
-        """From (any, outputs * inputs) to (any, *param.shape)."""
-        shape = list(self.param.shape)
-        if not self._channels_last:
-            return values.reshape(-1, *shape)
-        shape = [shape[0], *shape[2:], shape[1]]
-        return values.reshape(-1, *shape).movedim(-1, 2)
+        return _shaped(self._form(), self.param, self._channels_last)
 
     def _form(self) -> Tensor:
         if self._values is not None:
             return self._values
         shape = (self._a.shape[0], self._g.shape[2], self._a.shape[2])
         _refuse_huge(shape)
-        if not self._keep:
+        if self._ghost:
             return torch.bmm(self._g.mT, self._a)
         self._values = self._arena.empty(shape, self._a)
         return torch.bmm(self._g.mT, self._a, out=self._values)
+
+
+def best_formed(positions: int, inputs: int, outputs: int) -> bool:
+    """Whether gradients ``sum_t g_t a_t^T`` are best formed, rather than their inner products.
+
+    Then their sum is nearly free. They must not need much more memory than what is held anyway:
+    those of convolutions do not, those of wide sequence layers do.
+    """
+    size, held = inputs * outputs, positions * (inputs + outputs)
+    return size <= 2 * held and positions * held >= 2 * size
 
 
 class Rows:
@@ -293,6 +300,14 @@ Kind = TypeVar("Kind")
 
 def _of(kind: type[Kind], uses: Sequence[object]) -> list[Kind]:
     return [use for use in uses if isinstance(use, kind)]
+
+
+def _shaped(values: Tensor, param: Tensor, channels_last: bool) -> Tensor:
+    """From (any, numbers of the parameter) to (any, *param.shape)."""
+    shape = list(param.shape)
+    if not channels_last:
+        return values.reshape(-1, *shape)
+    return values.reshape(-1, shape[0], *shape[2:], shape[1]).movedim(-1, 2)
 
 
 def _balanced(inputs: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,9 @@
 A clamp separates signal from Laplace noise best where signals are alike and small. Gradients are
 not like that: a few coordinates hold much of them. An orthonormal change of basis, a Hadamard
 transform of randomly signed coordinates, spreads what they hold over all, and leaves norms, and so
-sensitivities, as they are. What is released in that basis is clamped there and turned back.
+sensitivities, as they are. Where there are few coordinates, each is there several times, smaller in
+proportion: k times at ``1 / sqrt(k)``, which leaves norms as they are too. What is released is
+clamped, added up and turned back.
 """
 
 # pyright: basic
@@ -22,17 +24,19 @@ _BLOCK = 2**15
 """Coordinates that are mixed with each other, at most."""
 _DIGIT = 5
 """The transform is a product of matrices with up to 2 to this many rows: few passes, few sums."""
+_COORDINATES = 2**17
+"""Coordinates that are released, if repeating them does not make more of them than that."""
 _CHUNK = 2**20
 """Coordinates that are transformed at a time, which bounds the memory needed."""
 
 
 def spread_size(size: int) -> int:
-    """How many coordinates :func:`spread` makes of ``size``: up to a sixteenth more.
+    """How many coordinates :func:`spread` makes of ``size``.
 
-    Fewer than 32 coordinates are left as they are.
+    Up to a sixteenth more, times how often each of few is repeated. Fewer than 32 coordinates are
+    left as they are.
     """
-    block = _block(size)
-    return -(-size // block) * block
+    return _padded(size) * _copies(size)
 
 
 def spread(tensors: Sequence[Tensor]) -> Tensor:
@@ -44,25 +48,39 @@ def spread(tensors: Sequence[Tensor]) -> Tensor:
     """
     size = sum(t.numel() for t in tensors)
     device = torch.device("cpu") if tensors[0].device.type == "mps" else tensors[0].device
-    flat = torch.zeros(spread_size(size), dtype=torch.float64, device=device)
+    flat = torch.zeros(_padded(size), dtype=torch.float64, device=device)
     start = 0
     for t in tensors:
         flat[start : start + t.numel()].view(t.shape).copy_(t)
         start += t.numel()
     for part, factors, signs in _parts(flat, size):
         part.copy_(_mixed(part * signs, factors))
-    return flat
+    copies = _copies(size)
+    return flat if copies == 1 else flat.div_(math.sqrt(copies)).repeat(copies)
 
 
 def gather(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Undo :func:`spread`: ``flat``, which is overwritten, back into the tensors."""
     size = sum(t.numel() for t in tensors)
+    copies = _copies(size)
+    if copies > 1:
+        flat = flat.view(copies, -1).sum(dim=0).div_(math.sqrt(copies))
     for part, factors, signs in _parts(flat, size):
         part.copy_(_mixed(part, factors) * signs)
     start = 0
     for t in tensors:
         t.copy_(flat[start : start + t.numel()].view(t.shape))
         start += t.numel()
+
+
+def _padded(size: int) -> int:
+    block = _block(size)
+    return -(-size // block) * block
+
+
+def _copies(size: int) -> int:
+    """How often each coordinate is released."""
+    return 1 if _block(size) == 1 else max(1, _COORDINATES // _padded(size))
 
 
 def _block(size: int) -> int:
