@@ -2,10 +2,10 @@
 
 Trains the CNN privately, and looks at some of its true sums, as only a benchmark may. To each it
 adds fresh Gaussian noise, Laplace noise clamped coordinate by coordinate, and Laplace noise clamped
-in the rotated basis, all of the same scale and so at the same privacy. Printed is the share of
-signal, ``<s, f>^2 / (|s|^2 |f|^2)`` over all steps looked at, of the last two over the first: 1 is
-as good as Gaussian noise. The clamp is the best of a grid, for each tensor or, in the rotated
-basis, for all together, as the library has it.
+in the rotated basis with its repeated coordinates, all of the same scale and so at the same
+privacy. Printed is the share of signal, ``<s, f>^2 / (|s|^2 |f|^2)`` over all steps looked at, of
+the last two over the first: 1 is as good as Gaussian noise. The clamp is the best of a grid, for
+each tensor or, in the rotated basis, for all together, as the library has it.
 
     python benchmarks/rotation.py
     python benchmarks/rotation.py --noise 0.8 --rate 0.1
@@ -46,7 +46,7 @@ class Watched(SecureLaplace):
 
 
 def record(noise, rate, steps, every):
-    """The module, and true sums in noise scales, in the rotated basis."""
+    """The module, and true sums in noise scales, as they are released."""
     data = load_fashion_mnist()
     torch.manual_seed(0)
     module, sampler = mnist_cnn(), Watched(every)
@@ -114,7 +114,7 @@ def main():
         table.add_row(name, str(p.numel()), *ratios)
     level = sum(float((s**2).mean()) for s in sums) / len(sums)
     console = Console()
-    console.print(f"signal of a rotated coordinate: {level**0.5:.3f} noise scales")
+    console.print(f"signal of a released coordinate: {level**0.5:.3f} noise scales")
     console.print("share of signal, relative to Gaussian noise:", table)
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "SignalToNoise",
     "best_clamp",
     "clamp_variance",
+    "copies",
     "effective_variance",
     "same_noise_ratio",
     "signal_to_noise",
@@ -76,6 +77,20 @@ def best_clamp(signal: float) -> tuple[float, float]:
     return tau, variance
 
 
+def copies(dimension: int) -> int:
+    """How often denoised training releases each of ``dimension`` coordinates.
+
+    k times at ``1 / sqrt(k)`` of its size has the norm of once, so the bound of k times as many
+    coordinates, and signals so small that a clamp does nearly as well as Gaussian noise. Many
+    coordinates are released once, and so are few: their bound would grow with their number.
+    """
+    return max(1, _RELEASED // dimension) if dimension >= 32 else 1
+
+
+_RELEASED = 2**17
+"""The number of coordinates that repeating does not exceed: about a millisecond of noise."""
+
+
 @dataclass(frozen=True)
 class SignalToNoise:
     """Power of the mean clipped gradient over power of the noise.
@@ -111,7 +126,8 @@ def signal_to_noise(
         steps: number of steps.
         signal: l2 norm of the mean clipped gradient, as a fraction of the clip: 1 if all gradients
             agree, usually far less.
-        denoise: for Laplace noise, whether each coordinate is clamped at its best.
+        denoise: for Laplace noise, whether each coordinate is clamped at its best; on l2-clipped
+            gradients, each of its :func:`copies`.
 
     For the l1-clipped baseline the same dense gradient must be scaled down to l1 norm C, which
     costs it a factor ``sqrt(2 n / pi)`` of its l2 norm (that of a normal direction).
@@ -130,7 +146,8 @@ def signal_to_noise(
     if isinstance(mechanism, Gaussian):
         tau, spread = None, 1.0
     elif denoise:
-        tau, spread = best_clamp(coordinate / noise)
+        times = copies(n) if isinstance(mechanism, Laplace) else 1
+        tau, spread = best_clamp(coordinate / noise / math.sqrt(times))
     else:
         tau, spread = math.inf, 2.0
     per_step = (coordinate / noise) ** 2 / spread

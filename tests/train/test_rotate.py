@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lap2 import signal
 from lap2.mechanism import Joint, Laplace
 from lap2.noise import SecureLaplace
 from lap2.train import PrivacyEngine
@@ -31,20 +32,20 @@ def test_distances_stay_and_the_way_back_is_exact(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_little_is_added_and_few_coordinates_are_left_alone(size, monkeypatch):
-    assert spread_size(size) <= max(size * 17 / 16, module._COORDINATES)
+    assert spread_size(size) <= max(size * 17 / 16, signal._RELEASED)
     if size < 32:
         vector = torch.randn(size)
         assert torch.equal(spread([vector]), vector.double())
     else:
-        assert spread_size(size) >= max(size, module._COORDINATES / 2)
-    monkeypatch.setattr(module, "_COORDINATES", 0)
+        assert spread_size(size) >= max(size, signal._RELEASED / 2)
+    monkeypatch.setattr(signal, "_RELEASED", 0)
     assert size <= spread_size(size) <= size * 17 / 16
 
 
 def test_few_coordinates_are_there_several_times(monkeypatch):
     vector = torch.randn(1000, dtype=torch.float64)
     repeated = spread([vector])
-    monkeypatch.setattr(module, "_COORDINATES", 0)
+    monkeypatch.setattr(signal, "_RELEASED", 0)
     once = spread([vector])
     copies = len(repeated) // len(once)
     assert copies == 2**17 // len(once)
@@ -57,15 +58,15 @@ def test_repeated_coordinates_let_a_clamp_do_as_well_as_gaussian_noise(
     coordinates, worse, monkeypatch
 ):
     """Signals of the noise's own size: what is left after one clamp, against a variance of 1."""
-    monkeypatch.setattr(module, "_COORDINATES", coordinates)
+    monkeypatch.setattr(signal, "_RELEASED", coordinates)
     torch.manual_seed(0)
     laplace, tau, errors = torch.distributions.Laplace(0.0, 1.0), 0.2, []
     for _ in range(10):
-        signal, back = torch.randn(4000, dtype=torch.float64), torch.empty(4000)
-        noisy = spread([signal])
+        true, back = torch.randn(4000, dtype=torch.float64), torch.empty(4000)
+        noisy = spread([true])
         noisy += laplace.sample(noisy.shape)
         gather(noisy.clamp_(-tau, tau), [back])
-        share = float((signal @ back.double()) ** 2 / (signal @ signal) / (back @ back))
+        share = float((true @ back.double()) ** 2 / (true @ true) / (back @ back))
         errors.append(1 / share - 1)
     assert (sum(errors) / len(errors) > 1.25) == worse
 

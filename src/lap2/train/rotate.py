@@ -18,14 +18,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lap2.signal import copies
+
 __all__ = ["gather", "spread", "spread_size"]
 
 _BLOCK = 2**15
 """Coordinates that are mixed with each other, at most."""
 _DIGIT = 5
 """The transform is a product of matrices with up to 2 to this many rows: few passes, few sums."""
-_COORDINATES = 2**17
-"""Coordinates that are released, if repeating them does not make more of them than that."""
 _CHUNK = 2**20
 """Coordinates that are transformed at a time, which bounds the memory needed."""
 
@@ -36,7 +36,8 @@ def spread_size(size: int) -> int:
     Up to a sixteenth more, times how often each of few is repeated. Fewer than 32 coordinates are
     left as they are.
     """
-    return _padded(size) * _copies(size)
+    padded = _padded(size)
+    return padded * copies(padded)
 
 
 def spread(tensors: Sequence[Tensor]) -> Tensor:
@@ -55,16 +56,16 @@ def spread(tensors: Sequence[Tensor]) -> Tensor:
         start += t.numel()
     for part, factors, signs in _parts(flat, size):
         part.copy_(_mixed(part * signs, factors))
-    copies = _copies(size)
-    return flat if copies == 1 else flat.div_(math.sqrt(copies)).repeat(copies)
+    times = copies(len(flat))
+    return flat if times == 1 else flat.div_(math.sqrt(times)).repeat(times)
 
 
 def gather(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Undo :func:`spread`: ``flat``, which is overwritten, back into the tensors."""
     size = sum(t.numel() for t in tensors)
-    copies = _copies(size)
-    if copies > 1:
-        flat = flat.view(copies, -1).sum(dim=0).div_(math.sqrt(copies))
+    times = copies(_padded(size))
+    if times > 1:
+        flat = flat.view(times, -1).sum(dim=0).div_(math.sqrt(times))
     for part, factors, signs in _parts(flat, size):
         part.copy_(_mixed(part, factors) * signs)
     start = 0
@@ -76,11 +77,6 @@ def gather(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 def _padded(size: int) -> int:
     block = _block(size)
     return -(-size // block) * block
-
-
-def _copies(size: int) -> int:
-    """How often each coordinate is released."""
-    return 1 if _block(size) == 1 else max(1, _COORDINATES // _padded(size))
 
 
 def _block(size: int) -> int:
