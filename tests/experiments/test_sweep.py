@@ -151,6 +151,18 @@ def test_the_table_says_where_denoising_falls_short(ours, gaussian, paper, said)
     assert tables.verdict([row(a) for a in ours], [row(a) for a in gaussian], paper) == said
 
 
+def test_the_difference_over_all_lines_leaves_out_what_is_half_there():
+    def line(dataset, column, *accuracies):
+        labels = {"dataset": dataset, "epsilon": "1", "column": column}
+        return [row(accuracy, **labels) for accuracy in accuracies]
+
+    rows = [*line("a", "gaussian", 0.90, 0.92), *line("a", "denoised", 0.92)]
+    rows += [*line("b", "gaussian", 0.90), *line("b", "denoised", 0.93), *line("b", "exact", 0.1)]
+    rows += line("c", "gaussian", 0.5)
+    assert tables.overall(rows).lines == (("2", "+2.00", "1.00"),)
+    assert tables.overall(rows[:3]).lines == (("1", "", ""),)
+
+
 def test_costs_are_counted_for_each_experiment():
     facts = {"experiment": "a", "scale": "full"}
     rows = [{**row(0.9, **facts), "seconds": 1800.0}, {**row(0.8, **facts), "seconds": 3600.0}]

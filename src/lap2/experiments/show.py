@@ -8,7 +8,7 @@ from typing import Any
 from lap2.calibration import calibrate_noise
 from lap2.experiments.recipe import load_recipe
 from lap2.experiments.sweep import Row, select
-from lap2.experiments.tables import Table, comparison, steps_to_reach
+from lap2.experiments.tables import Table, comparison, overall, steps_to_reach
 from lap2.mechanism import Laplace
 
 __all__ = ["Shown", "show"]
@@ -43,7 +43,7 @@ def show(name: str, rows: Sequence[Row], path: Path) -> Shown:
 
 
 def _table2(rows: Sequence[Row], _path: Path) -> Shown:
-    return Shown(tuple(_compared(rows, dataset) for dataset in _TARGETS), ())
+    return Shown((*(_compared(rows, dataset) for dataset in _TARGETS), overall(rows)), ())
 
 
 def _cifar10(rows: Sequence[Row], _path: Path) -> Shown:

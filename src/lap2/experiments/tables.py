@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from lap2.experiments.recipe import COLUMNS
 from lap2.experiments.sweep import Row, select
 
-__all__ = ["Table", "comparison", "costs", "steps_to_reach", "summary", "verdict"]
+__all__ = ["Table", "comparison", "costs", "overall", "steps_to_reach", "summary", "verdict"]
 
 HEADINGS = {
     "gaussian": "Gaussian",
@@ -107,6 +107,24 @@ def verdict(ours: Sequence[Row], gaussian: Sequence[Row], paper: float | None = 
         parts += ["behind"] * (judged and mean < other - spread)
     parts += ["below the paper"] * (paper is not None and mean < paper)
     return ", ".join(parts)
+
+
+def overall(rows: Sequence[Row]) -> Table:
+    """The mean over all lines of what denoising is above Gaussian, and its standard error."""
+    final = select(rows, phase="final")
+    places = {(row["labels"]["dataset"], row["labels"]["epsilon"]) for row in final}
+    differences: list[float] = []
+    for dataset, epsilon in sorted(places):
+        pair = [select(final, dataset=dataset, epsilon=epsilon, column=c) for c in _CLAIMED]
+        if all(pair):
+            ours, gaussian = (summary(found)[0] for found in pair)
+            differences.append(ours - gaussian)
+    line = (str(len(differences)), "", "")
+    if len(differences) > 1:
+        error = statistics.stdev(differences) / math.sqrt(len(differences))
+        line = (line[0], f"{statistics.mean(differences):+.2f}", f"{error:.2f}")
+    header = ("lines", "mean difference", "standard error")
+    return Table("Denoising minus Gaussian, over all lines", header, (line,))
 
 
 def steps_to_reach(
