@@ -9,7 +9,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lap2
-from lap2.train import BookkeepingError, PrivacyEngine, Recorder, UnsupportedModuleError
+from lap2.train import (
+    BookkeepingError,
+    PrivacyEngine,
+    Recorder,
+    UnsupportedModuleError,
+    layers,
+)
+from lap2.train.gradients import best_formed
 
 
 class Off:
@@ -481,3 +488,16 @@ def test_what_was_recorded_on_a_batch_without_a_step_is_forgotten():
         optimizer.step()
     for key, value in model.state_dict().items():
         torch.testing.assert_close(value - start[key], moved[key])
+
+
+@pytest.mark.parametrize("cached", [1, 3 * 36 * 18])
+def test_convolutions_formed_a_few_examples_at_a_time_are_the_same(cached, monkeypatch):
+    """One by one, and three by three with one left over."""
+    monkeypatch.setattr(layers, "_CACHED", cached)
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 3).double()
+    x = torch.randn(7, 2, 8, 8, dtype=torch.float64)
+    assert best_formed(36, 18, 3)
+    found, expected = (way(model, x, square, 0.5) for way in (recorded, oracle))
+    for name, total in expected.items():
+        torch.testing.assert_close(found[name], total, rtol=1e-10, atol=1e-12)
