@@ -14,7 +14,7 @@ from lap2.train import (
     PrivacyEngine,
     Recorder,
     UnsupportedModuleError,
-    layers,
+    convolution,
 )
 from lap2.train.gradients import best_formed
 
@@ -493,7 +493,7 @@ def test_what_was_recorded_on_a_batch_without_a_step_is_forgotten():
 @pytest.mark.parametrize("cached", [1, 3 * 36 * 18])
 def test_convolutions_formed_a_few_examples_at_a_time_are_the_same(cached, monkeypatch):
     """One by one, and three by three with one left over."""
-    monkeypatch.setattr(layers, "_CACHED", cached)
+    monkeypatch.setattr(convolution, "_CACHED", cached)
     torch.manual_seed(0)
     model = nn.Conv2d(2, 3, 3).double()
     x = torch.randn(7, 2, 8, 8, dtype=torch.float64)

@@ -24,6 +24,8 @@ _LARGEST = 1 << 29
 _LONG_ROW = 1 << 13
 """torch's vector_norm, which needs no temporary, adds one by one: too inexact for longer rows."""
 
+Order = tuple[int, ...] | None
+
 
 class PerExample(Protocol):
     """The gradients of one parameter, one per example of a batch."""
@@ -57,13 +59,13 @@ class Dense:
     Args:
         param: the parameter.
         values: of shape (batch, *param.shape).
-        channels_last: whether ``values`` has the parameter's second dimension last instead.
+        order: of the parameter's dimensions in ``values``, if it is another.
     """
 
-    def __init__(self, param: Tensor, values: Tensor, *, channels_last: bool = False) -> None:
+    def __init__(self, param: Tensor, values: Tensor, *, order: Order = None) -> None:
         """Keep the values in the order they have."""
         self.param, self._values = param, values.reshape(values.shape[0], param.numel())
-        self._channels_last = channels_last
+        self._order = order
 
     def square_norms(self) -> Tensor:
         """See :class:`PerExample`."""
@@ -77,7 +79,7 @@ class Dense:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`PerExample`."""
-        return _shaped((weights @ self._values)[None], self.param, self._channels_last)[0]
+        return _shaped((weights @ self._values)[None], self.param, self._order)[0]
 
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
@@ -85,7 +87,7 @@ class Dense:
 
     def explicit(self) -> Tensor:
         """See :class:`PerExample`."""
-        return _shaped(self._values, self.param, self._channels_last)
+        return _shaped(self._values, self.param, self._order)
 
 
 class Outer:
@@ -96,7 +98,7 @@ class Outer:
         inputs: what the weight was applied to, (batch, positions, inputs).
         grads: gradients of what came out, (batch, positions, outputs).
         arena: where explicit gradients are put.
-        channels_last: whether ``inputs`` has the weight's second dimension last.
+        order: of the weight's dimensions in outputs and ``inputs``, if it is another.
     """
 
     def __init__(
@@ -106,22 +108,24 @@ class Outer:
         grads: Tensor,
         *,
         arena: Arena,
-        channels_last: bool = False,
+        order: Order = None,
     ) -> None:
         """Choose between the inner-product form and the explicit one by what they cost."""
         self.param, self._a, self._g = param, inputs, grads
-        self._channels_last, self._arena = channels_last, arena
+        self._order, self._arena = order, arena
         _, positions, width = inputs.shape
         self._ghost = not best_formed(positions, width, grads.shape[2])
         self._values: Tensor | None = None
-        if positions == 1 or self._ghost:  # where the factors are squared, not their product
+        # Where the factors are squared, and not their product or in a wider type.
+        if self._ghost and (positions > 1 or inputs.dtype == torch.float64):
             self._a, self._g = _balanced(inputs, grads)
 
     def square_norms(self) -> Tensor:
         """See :class:`PerExample`. Never forms a gradient when positions are few."""
         a, g = self._a, self._g
         if a.shape[1] == 1:
-            return (a * a).sum(dim=(1, 2)) * (g * g).sum(dim=(1, 2))
+            wide = [torch.linalg.vector_norm(t, dim=(1, 2), dtype=torch.float64) for t in (a, g)]
+            return (wide[0] * wide[1]).square().to(a.dtype)
         if self._ghost:
             inner = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT)).sum(dim=(1, 2))
             return _rounded_up(inner, self.lengths())
@@ -153,11 +157,11 @@ class Outer:
         else:
             weighted = (self._g * weights[:, None, None]).flatten(0, 1)
             total = weighted.mT @ self._a.flatten(0, 1)
-        return _shaped(total[None], self.param, self._channels_last)[0]
+        return _shaped(total[None], self.param, self._order)[0]
 
     def explicit(self) -> Tensor:
         """See :class:`PerExample`."""
-        return _shaped(self._form(), self.param, self._channels_last)
+        return _shaped(self._form(), self.param, self._order)
 
     def _form(self) -> Tensor:
         if self._values is not None:
@@ -285,7 +289,7 @@ def summed(uses: Sequence[PerExample]) -> PerExample:
                 torch.cat(a, dim=1),
                 torch.cat(g, dim=1),
                 arena=first._arena,
-                channels_last=first._channels_last,
+                order=first._order,
             )
         )
     if len(joined) == 1:
@@ -302,12 +306,12 @@ def _of(kind: type[Kind], uses: Sequence[object]) -> list[Kind]:
     return [use for use in uses if isinstance(use, kind)]
 
 
-def _shaped(values: Tensor, param: Tensor, channels_last: bool) -> Tensor:
+def _shaped(values: Tensor, param: Tensor, order: Order) -> Tensor:
     """From (any, numbers of the parameter) to (any, *param.shape)."""
-    shape = list(param.shape)
-    if not channels_last:
-        return values.reshape(-1, *shape)
-    return values.reshape(-1, shape[0], *shape[2:], shape[1]).movedim(-1, 2)
+    if order is None:
+        return values.reshape(-1, *param.shape)
+    places = [1 + order.index(dim) for dim in range(param.dim())]
+    return values.reshape(-1, *(param.shape[dim] for dim in order)).permute(0, *places)
 
 
 def _balanced(inputs: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 # pyright: basic
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
@@ -11,23 +10,20 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 
 from lap2.train.arena import Arena
-from lap2.train.gradients import Dense, Outer, PerExample, Rows, best_formed
+from lap2.train.convolution import conv2d_gradients, is_formed, padded
+from lap2.train.gradients import Dense, Outer, PerExample, Rows
 
 __all__ = [
     "UnsupportedModuleError",
+    "best_at_once",
     "gradients_by_vmap",
     "gradients_of",
     "is_known",
     "mixing",
     "needs_input",
-    "only_small",
     "projection_gradients",
     "trains",
 ]
-
-
-_CACHED = 1 << 18
-"""Numbers that are worked on at a time: 1 MB in float32, which stays in a core's own cache."""
 
 
 class UnsupportedModuleError(ValueError):
@@ -45,8 +41,13 @@ def needs_input(module: nn.Module) -> bool:
     return weight is None or trains(weight)
 
 
-def only_small(module: nn.Module) -> bool:
-    """Whether a known layer's gradients are vectors, which are best formed at once."""
+def best_at_once(module: nn.Module, grad: Tensor) -> bool:
+    """Whether a known layer's gradients are best formed as soon as ``grad`` is known.
+
+    So are vectors, and convolutions' that are to be formed: then ``grad`` need not be kept.
+    """
+    if isinstance(module, nn.Conv2d) and needs_input(module):
+        return module.groups == 1 and is_formed(module, grad)
     return not needs_input(module) or _rule_of(module) in _SMALL
 
 
@@ -189,7 +190,7 @@ def _conv(module: nn.Conv1d | nn.Conv2d, a: Tensor, g: Tensor, arena: Arena) -> 
     if not trains(module.weight):
         return found
     if module.groups == 1 and isinstance(module, nn.Conv2d):
-        return [_conv2d(module, a, g, arena), *found]
+        return [conv2d_gradients(module, a, g, arena), *found]
     patches, grads = _patches(module, a), g.flatten(2)
     if module.groups == 1:
         return [Outer(module.weight, patches.mT, grads.mT, arena=arena), *found]
@@ -202,50 +203,9 @@ def _conv(module: nn.Conv1d | nn.Conv2d, a: Tensor, g: Tensor, arena: Arena) -> 
     return [Dense(module.weight, values), *found]
 
 
-def _conv2d(module: nn.Conv2d, a: Tensor, g: Tensor, arena: Arena) -> PerExample:
-    """The weight's gradients, formed a few examples at a time where they are formed at all.
-
-    What the weight was applied to is many times the image, but that of a few examples fits into the
-    processor's cache.
-    """
-    windows, grads = _windows(module, a, g.shape[2:]), g.permute(0, 2, 3, 1).flatten(1, 2)
-    batch, positions, outputs = grads.shape
-    width = math.prod(windows.shape[3:])
-    formed = best_formed(positions, width, outputs)
-    count = max(1, _CACHED // (positions * width)) if formed else batch
-    patches = arena.empty((min(count, batch), *windows.shape[1:]), a)
-    if not formed:
-        inputs = patches.copy_(windows).view(batch, positions, width)
-        return Outer(module.weight, inputs, grads, arena=arena, channels_last=True)
-    values = arena.empty((batch, outputs, width), a)
-    for some, grad, value in zip(*(t.split(count) for t in (windows, grads, values)), strict=True):
-        inputs = patches[: len(some)].copy_(some).view(len(some), positions, width)
-        torch.bmm(grad.mT, inputs, out=value)
-    return Dense(module.weight, values, channels_last=True)
-
-
-def _windows(module: nn.Conv2d, a: Tensor, size: torch.Size) -> Tensor:
-    """A view of the receptive field of every output: (batch, *size, *kernel, inputs).
-
-    One copy of it is several times faster than ``unfold`` for channels_last inputs.
-    """
-    a = _padded(module, a).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
-    batch, down, right, channel = a.stride()
-    (dy, dx), (sy, sx) = module.dilation, module.stride
-    return a.as_strided(
-        (a.shape[0], *size, *module.kernel_size, a.shape[3]),
-        (batch, down * sy, right * sx, down * dy, right * dx, channel),
-    )
-
-
-def _padded(module: nn.Conv1d | nn.Conv2d, a: Tensor) -> Tensor:
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    return F.pad(a, module._reversed_padding_repeated_twice, mode=mode)
-
-
 def _patches(module: nn.Conv1d | nn.Conv2d, a: Tensor) -> Tensor:
     """The receptive field of every output position: (batch, inputs * kernel, positions)."""
-    a = _padded(module, a)
+    a = padded(module, a)
     if isinstance(module, nn.Conv1d):
         a = a.unsqueeze(2)
     settings = [

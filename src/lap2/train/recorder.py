@@ -20,11 +20,11 @@ from lap2.train.coverage import Unit, is_attention, plan
 from lap2.train.gradients import Dense, PerExample, summed
 from lap2.train.layers import (
     UnsupportedModuleError,
+    best_at_once,
     gradients_by_vmap,
     gradients_of,
     is_known,
     needs_input,
-    only_small,
     projection_gradients,
     trains,
 )
@@ -132,7 +132,7 @@ class Recorder:
 
     @torch.no_grad()
     def collect(self, *, loss_reduction: str) -> Recorded:
-        """What was recorded since the last time; valid until the next time.
+        """What was recorded since the last time; valid until the next forward.
 
         Raises:
             BookkeepingError: an activation was changed in place, or (on the first batches) the
@@ -144,7 +144,6 @@ class Recorder:
         if batch == 0:
             self._verifier.restart()
             return Recorded(0, 1.0, [])
-        self._arena.reset()
         self._collecting = True  # modules without a rule are run again, unrecorded
         try:
             gradients = self._gradients(records, batch)
@@ -174,6 +173,8 @@ class Recorder:
             raise UnsupportedModuleError(
                 "the model must be called with tensors that have the batch as first dimension"
             )
+        if not self._records:
+            self._arena.reset()
         self._batch = batch
         self._in_forward = self._verifier.watching = True
         self._seen.clear()
@@ -215,7 +216,7 @@ class Recorder:
             if unit.how == "copies":  # an attribute of the instance hides the parameter
                 copies = self._for_each(param)
                 rule = partial(_copy_gradient, param)
-                module.__dict__[name] = self._tap(copies, module, rule, small=True)
+                module.__dict__[name] = self._tap(copies, module, rule, at_once=_always)
 
     def _leave(self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if module not in self._entered:
@@ -240,7 +241,7 @@ class Recorder:
         output = self._for_each(output, shared=self._is_shared(module, given))
         held = given.detach() if needs_input(module) else None
         rule = partial(gradients_of, module, held, arena=self._arena)
-        return self._tap(output, module, rule, (held,), small=only_small(module))
+        return self._tap(output, module, rule, (held,), at_once=partial(best_at_once, module))
 
     def _by_vmap(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         args = tuple(_detached(value) for value in args)
@@ -298,7 +299,7 @@ class Recorder:
         rule: Callable[[Tensor], list[PerExample]],
         held: tuple = (),
         *,
-        small: bool = False,
+        at_once: Callable[[Tensor], bool] | None = None,
     ) -> Tensor:
         if _in_backward():
             # Checkpointing computes again what backward needs. The first time was recorded; this
@@ -309,7 +310,7 @@ class Recorder:
         self._seen.add(module)
         inputs = tuple(value for value in held if isinstance(value, Tensor))
         copied = output.shape[0] > 1 and output.stride(0) == 0
-        record = Record(type(module).__name__, self._batch, rule, inputs, small, copied)
+        record = Record(type(module).__name__, self._batch, rule, inputs, at_once, copied)
         self._records.append(record)
         return Tap.apply(output, self._anchor, record, partial(self._receive, record))
 
@@ -324,6 +325,10 @@ def _copy_gradient(param: Tensor, grad: Tensor) -> list[PerExample]:
 
 def _ignore(_: Tensor) -> None:
     pass
+
+
+def _always(_: Tensor) -> bool:
+    return True
 
 
 def _detached(value: Any) -> Any:

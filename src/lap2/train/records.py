@@ -26,7 +26,7 @@ class Record:
         batch: number of examples in the batch.
         rule: from the gradient of what came out to the per-example gradients.
         inputs: tensors that the rule holds, and must find unchanged.
-        small: whether the rule is applied as soon as the gradient is known.
+        at_once: whether the rule is applied as soon as the gradient is known.
         copied: whether what came out was the same for all examples, and copied for each.
         grad: the gradient of what came out, once there is one.
         found: what the rule has given so far.
@@ -37,7 +37,7 @@ class Record:
     batch: int
     rule: Callable[[Tensor], list[PerExample]]
     inputs: tuple[Tensor, ...] = ()
-    small: bool = False
+    at_once: Callable[[Tensor], bool] | None = None
     copied: bool = False
     grad: Tensor | None = None
     found: list[PerExample] = field(default_factory=list)
@@ -53,7 +53,8 @@ class Record:
 
     def keep(self, grad: Tensor) -> None:
         """Take in the gradient of what came out."""
-        if self.small and self.intact and grad.shape[0] == self.batch:
+        whole = self.intact and grad.shape[0] == self.batch
+        if whole and self.at_once is not None and self.at_once(grad):
             self.found += self.rule(grad)
         else:
             self.grad = grad if self.grad is None else self.grad + grad
