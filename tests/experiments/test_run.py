@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,6 +162,25 @@ def test_a_run_takes_exactly_its_steps_also_within_a_pass(tmp_path):
     result = run.train(load_recipe("digits", steps=7, reports=1), tmp_path, progress=False)
     assert result.steps == result.statement.steps == 7
     assert 0.9999 < result.statement.epsilon <= 1
+
+
+def test_a_step_in_pieces_is_one_step(tmp_path):
+    pieces = replace(SMALL, max_physical_batch_size=100)
+    whole = run.train(SMALL, tmp_path / "whole", progress=False)
+    result = run.train(pieces, tmp_path / "pieces", progress=False)
+    assert (result.steps, result.statement) == (whole.steps, whole.statement)
+    assert [step for step, _ in result.curve] == [step for step, _ in whole.curve]
+    assert abs(result.accuracy - whole.accuracy) < 0.1
+
+
+def test_an_interruption_between_two_pieces_gives_up_the_batch(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 13, KeyboardInterrupt)  # in the middle of some step
+        with pytest.raises(KeyboardInterrupt):
+            run.train(replace(SMALL, max_physical_batch_size=100), tmp_path, progress=False)
+    result = run.resume(tmp_path, progress=False)
+    assert result.steps == result.statement.steps == 32
+    assert 7.99 < result.statement.epsilon <= 8
 
 
 def test_noise_of_the_published_accountant_is_labelled_and_its_cost_exact(tmp_path):

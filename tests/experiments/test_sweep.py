@@ -272,3 +272,9 @@ def test_the_command_says_what_is_wrong():
     answer = CliRunner().invoke(app, ["reproduce", "table9"])
     assert answer.exit_code == 2
     assert "name must be one of table2" in answer.output.replace("\n", " ").replace("│ ", "")
+
+
+def test_pieces_of_a_batch_are_not_part_of_what_a_run_is():
+    pieces = sweep.Job(replace(TINY, max_physical_batch_size=64))
+    assert pieces.key == job().key
+    assert sweep.Job(replace(TINY, batch_size=64)).key != job().key

@@ -41,6 +41,7 @@ class Recipe:
     delta: float = _about(1e-5, "Target delta, strictly between 0 and 1.")
     steps: int = _about(590, "Number of private steps.")
     batch_size: int = _about(1024, "Expected number of records in a step.")
+    max_physical_batch_size: int = _about(0, "Records in memory at a time; zero is all of a step.")
     optimizer: str = _about("sgd", "sgd or adamw.")
     learning_rate: float = _about(2.5, "At its largest.")
     schedule: str = _about("hold", "constant, linear (to zero), or hold (half way, then linear).")
@@ -84,7 +85,7 @@ class Recipe:
             _validate.non_negative(name, getattr(self, name))
         for name in ("momentum", "label_smoothing"):
             _validate.probability(name, getattr(self, name))
-        for name in ("holdout", "seed"):
+        for name in ("holdout", "seed", "max_physical_batch_size"):
             _validate.integer(name, getattr(self, name), least=0)
         if isinstance(self.denoise, str):
             _validate.choice("denoise", self.denoise, ("auto", "none"))

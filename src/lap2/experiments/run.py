@@ -152,9 +152,11 @@ class _Run:
                 self.optimizer.zero_grad()
                 loss_of(self.model(inputs), labels).backward()
                 self.optimizer.step()
+                self.seconds += time.perf_counter() - started
+                if not self.loader.ends_batch:  # only a piece of it
+                    continue
                 self.schedule.step()
                 self.step += 1
-                self.seconds += time.perf_counter() - started
                 yield self.step
                 if self.step == self.total:  # which need not be the end of a pass
                     return
@@ -208,6 +210,7 @@ def _make_private(engine: PrivacyEngine, recipe: Recipe, task: Task, optimizer):
         "module": task.model,
         "optimizer": optimizer,
         "data_loader": DataLoader(task.records, batch_size=recipe.batch_size),
+        "max_physical_batch_size": recipe.max_physical_batch_size or None,
         "max_grad_norm": recipe.max_grad_norm,
         "mechanism": recipe.mechanism,
         "denoise": recipe.denoise,

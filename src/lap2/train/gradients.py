@@ -322,13 +322,18 @@ def _balanced(inputs: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not inputs.numel() or not grads.numel():
         return inputs, grads
-    a, g = (t.abs().amax(dim=2, keepdim=True) for t in (inputs, grads))
+    a, g = (_largest(t) for t in (inputs, grads))
     ordinary = torch.stack([((t == 0) | ((t > 1e-15) & (t < 1e15))).all() for t in (a, g)]).all()
     if ordinary:
         return inputs, grads
     shift = (torch.frexp(g).exponent - torch.frexp(a).exponent) // 2
     shift = torch.where((a == 0) | (g == 0) | ~(a + g).isfinite(), 0, shift)
     return torch.ldexp(inputs, shift), torch.ldexp(grads, -shift)
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """The largest absolute value in each row, without a temporary of the tensor's size."""
+    return torch.maximum(tensor.amax(dim=2, keepdim=True), -tensor.amin(dim=2, keepdim=True))
 
 
 def _rounded_up(squares: Tensor, lengths: Tensor) -> Tensor:
