@@ -332,8 +332,11 @@ def _cifar10(part: str) -> Callable[[Scale], list[Cell]]:
             labels["recipe"] = name
             cell = _cell(labels, base, column, epsilon=epsilon, steps=steps, rate=rate)
             # On cached features a run of the head takes seconds, one of a block many minutes.
-            seeds, shortened = (10, 1) if part == "head" else (3, 3)
-            tuned = Tuning(cell.labels, cell.recipe, shortened=shortened)
+            if part == "head":
+                seeds, factors, shortened = 10, (0.125, 0.25, 0.5, 1.0, 2.0), 1
+            else:
+                seeds, factors, shortened = 3, (0.25, 0.5, 1.0, 2.0), 3
+            tuned = Tuning(cell.labels, cell.recipe, factors=factors, shortened=shortened)
             found.append(cell if small else replace(cell, seeds=seeds, tuning=tuned))
         return found
 
