@@ -250,7 +250,7 @@ def test_the_tiny_one_is_always_the_same_and_leaves_the_generator_alone():
     assert torch.equal(torch.rand(1), drawn)
 
 
-@pytest.mark.parametrize("name", backbones.NAMES)
+@pytest.mark.parametrize("name", backbones.BACKBONES)
 def test_all_parts_are_the_same_function_at_the_start(filled, name):
     images = pictures()
     logits = {}
@@ -269,7 +269,7 @@ def test_all_parts_are_the_same_function_at_the_start(filled, name):
 
 
 @pytest.mark.parametrize("part", backbones.PARTS)
-@pytest.mark.parametrize("name", backbones.NAMES)
+@pytest.mark.parametrize("name", backbones.BACKBONES)
 def test_every_part_is_trained_privately(filled, name, part):
     inputs = backbones.features(name, part, pictures(), progress=False)
     model = backbones.trainable(name, part, classes=3).train()
@@ -299,7 +299,7 @@ def test_every_part_is_trained_privately(filled, name, part):
 
 
 @pytest.mark.parametrize("part", backbones.PARTS)
-@pytest.mark.parametrize("name", backbones.NAMES)
+@pytest.mark.parametrize("name", backbones.BACKBONES)
 def test_an_empty_sample_is_a_batch_too(filled, name, part):
     inputs = backbones.features(name, part, pictures(), progress=False).train_images
     model = backbones.trainable(name, part, classes=3)

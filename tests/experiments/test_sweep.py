@@ -278,3 +278,21 @@ def test_pieces_of_a_batch_are_not_part_of_what_a_run_is():
     pieces = sweep.Job(replace(TINY, max_physical_batch_size=64))
     assert pieces.key == job().key
     assert sweep.Job(replace(TINY, batch_size=64)).key != job().key
+
+
+def test_an_unknown_backend_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ValueError, match=r"backend must be one of .*loky.*dask"):
+        finish([job()], tmp_path, backend="nope")
+
+
+def test_steps_until_a_target_are_read_off_the_runs_of_table_2(tmp_path, monkeypatch):
+    """In the same file, so that none is made twice."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(reproduce, "reproduce", lambda *args, **_: asked.append(args) or [])
+    assert CliRunner().invoke(app, ["reproduce", "figure8"]).exit_code == 0
+    assert [path.name for _, path in asked] == ["table2-small.jsonl"]
+    cells = EXPERIMENTS["figure8"].cells("small")
+    keys = {c.jobs(1.0)[0].key for c in EXPERIMENTS["table2"].cells("small")}
+    assert {c.jobs(1.0)[0].key for c in cells} < keys
+    assert {c.labels["epsilon"] for c in cells} == {"3.42"}

@@ -26,12 +26,16 @@ def reproduce(
     ] = "loky",
     results: Annotated[
         Path | None,
-        typer.Option(help="JSON lines to go on with; else runs/reproduce/NAME-SCALE.jsonl."),
+        typer.Option(
+            help="JSON lines to go on with; else runs/reproduce/NAME-SCALE.jsonl (table2's for "
+            "figure8)."
+        ),
     ] = None,
 ) -> None:
     """Do an experiment of the paper and print its table; started again, it goes on."""
     place = Path("runs") / "reproduce"
-    path = results or place / f"{name}-{scale}.jsonl"
+    known = experiments.EXPERIMENTS.get(name)
+    path = results or place / f"{(known and known.rows_of) or name}-{scale}.jsonl"
     try:
         rows = input_checked(
             lambda: experiments.reproduce(
@@ -50,7 +54,7 @@ def reproduce(
         typer.echo("\ninterrupted; the same command goes on where it stopped", err=True)
         raise typer.Exit(130) from None
     console = Console()
-    shown = show(name, rows, path.with_suffix(""))
+    shown = show(name, rows, path.with_name(f"{name}-{scale}"))
     for table in shown.tables:
         console.print(table.rich())
     for picture in shown.pictures:

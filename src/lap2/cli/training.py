@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lap2.experiments.run import Result
 
 _FOLDER = Path("runs")
+_DEFAULT = "mnist"
 
 
 def with_recipe_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -56,7 +57,7 @@ def train(
     recipe: Annotated[
         str,
         typer.Argument(help=f"{', '.join(recipe_names())}, or the path of a .toml file."),
-    ] = "mnist",
+    ] = _DEFAULT,
     *,
     folder: Annotated[
         Path | None, typer.Option(help="Where to leave the run; runs/RECIPE if not given.")
@@ -68,6 +69,7 @@ def train(
 ) -> None:
     """Train a model privately, as a recipe says, and leave a report."""
     from lap2.experiments import run  # noqa: PLC0415 - torch is optional
+    from lap2.experiments.sources import DataError  # noqa: PLC0415
 
     place = folder or _FOLDER / Path(recipe).stem
     changes = given(options)
@@ -79,7 +81,18 @@ def train(
         _show(_interruptible(lambda: run.resume(place), place))
         return
     chosen = input_checked(lambda: load_recipe(recipe, **changes))
-    _show(_interruptible(lambda: run.train(chosen, place), place))
+
+    def start() -> "Result":
+        """The default recipe has a stand-in that needs no download; no other one has."""
+        try:
+            return run.train(chosen, place)
+        except DataError as error:
+            if recipe != _DEFAULT or "dataset" in changes:
+                raise
+            typer.echo(f"{error}\nTraining on scikit-learn's digits instead.", err=True)
+            return run.train(load_recipe("digits", **changes), place)
+
+    _show(_interruptible(start, place))
 
 
 def _interruptible(make: Callable[[], "Result"], folder: Path) -> "Result":

@@ -36,12 +36,11 @@ from lap2.experiments.networks import (
     load_tokens,
     transformer,
 )
+from lap2.experiments.recipe import BACKBONES, PARTS
 from lap2.experiments.sources import cache_folder, from_pip, from_web, keep
 from lap2.experiments.weights import Published, State, load
 
-__all__ = ["NAMES", "PARTS", "backbone", "features", "trainable"]
-
-PARTS = ("head", "block", "all")
+__all__ = ["backbone", "features", "trainable"]
 
 _CHUNK = 1000
 """Images whose features are computed, and kept, together."""
@@ -52,7 +51,7 @@ def trainable(name: str, part: str, *, classes: int, folder: Path | None = None)
     """What a private run trains; its input is what :func:`features` gives for the same part.
 
     Args:
-        name: of the backbone, one of :data:`NAMES`.
+        name: of the backbone, one of :data:`BACKBONES`.
         part: ``head`` is a linear classifier; ``block`` the last piece of the backbone with its
             pretrained weights, and the classifier; ``all`` the whole network, on images in [0, 1].
             The classifier starts at zero.
@@ -62,7 +61,7 @@ def trainable(name: str, part: str, *, classes: int, folder: Path | None = None)
     Raises:
         DataError: no source had the weights; it names all that were tried.
     """
-    _validate.choice("name", name, NAMES)
+    _validate.choice("name", name, BACKBONES)
     _validate.choice("part", part, PARTS)
     _validate.integer("classes", classes, least=1)
     pieces = OrderedDict[str, nn.Module]()
@@ -93,7 +92,7 @@ def features(
     with a limit is the beginning of one without.
 
     Args:
-        name: of the backbone, one of :data:`NAMES`.
+        name: of the backbone, one of :data:`BACKBONES`.
         part: ``head``, ``block``, or ``all``, whose inputs are the images themselves.
         images: in [0, 1].
         folder: as in :func:`trainable`.
@@ -103,7 +102,7 @@ def features(
     Raises:
         DataError: no source had the weights; it names all that were tried.
     """
-    _validate.choice("name", name, NAMES)
+    _validate.choice("name", name, BACKBONES)
     _validate.choice("part", part, PARTS)
     if limit is not None:
         _validate.integer("limit", limit, least=1)
@@ -138,13 +137,13 @@ def backbone(name: str, *, folder: Path | None = None) -> Backbone:
     """A whole pretrained backbone: from images in [0, 1] to features.
 
     Args:
-        name: one of :data:`NAMES`.
+        name: one of :data:`BACKBONES`.
         folder: as in :func:`trainable`.
 
     Raises:
         DataError: no source had the weights; it names all that were tried.
     """
-    known = _BACKBONES[_validate.choice("name", name, NAMES)]
+    known = _BACKBONES[_validate.choice("name", name, BACKBONES)]
     network = known.network()
     if known.published is None:
         return network
@@ -277,5 +276,3 @@ _BACKBONES = {
     ),
     "tiny-vit": _Known(32, _tiny_vit),
 }
-
-NAMES = tuple(_BACKBONES)

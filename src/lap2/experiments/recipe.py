@@ -13,8 +13,11 @@ from typing import Any
 
 from lap2 import _validate
 
-__all__ = ["COLUMNS", "Recipe", "load_recipe", "recipe_names"]
+__all__ = ["BACKBONES", "COLUMNS", "PARTS", "Recipe", "load_recipe", "recipe_names"]
 
+BACKBONES = ("dinov2-s", "efficientnet-lite0", "tiny-vit", "vit-b16")
+PARTS = ("head", "block", "all")
+"""What is trained of a backbone: see :mod:`lap2.experiments.backbones`."""
 
 COLUMNS: dict[str, dict[str, str]] = {
     "gaussian": {"mechanism": "gaussian", "denoise": "none"},
@@ -27,6 +30,9 @@ COLUMNS: dict[str, dict[str, str]] = {
 accountant (no guarantee), Lap2 accounted exactly, and that denoised."""
 
 
+_OF_BACKBONES = f"BACKBONE/PART with {', '.join(BACKBONES)} and {', '.join(PARTS)}"
+
+
 def _about(default: Any, text: str) -> Any:
     return field(default=default, metadata={"about": text})
 
@@ -36,7 +42,7 @@ class Recipe:
     """What a run is made of; each field's meaning is in its metadata, shown by ``lap2 train``."""
 
     dataset: str = _about("mnist", "mnist, fashion-mnist, cifar10 or digits.")
-    model: str = _about("cnn", "cnn, logistic, or a pretrained BACKBONE/PART.")
+    model: str = _about("cnn", f"cnn, logistic, or {_OF_BACKBONES}.")
     epsilon: float = _about(1.0, "Target epsilon.")
     delta: float = _about(1e-5, "Target delta, strictly between 0 and 1.")
     steps: int = _about(590, "Number of private steps.")
@@ -61,10 +67,10 @@ class Recipe:
         _validate.choice("dataset", self.dataset, ("mnist", "fashion-mnist", "cifar10", "digits"))
         if self.dataset == "cifar10" or self.model not in {"cnn", "logistic"}:
             backbone, _, part = str(self.model).partition("/")
-            if not (backbone and part):
+            if backbone not in BACKBONES or part not in PARTS:
                 raise ValueError(
-                    "model must be cnn or logistic for 28x28 images, or BACKBONE/PART, as in "
-                    f"dinov2-s/head; got {self.model!r} for {self.dataset}"
+                    f"model must be cnn or logistic for 28x28 images, or {_OF_BACKBONES}; got "
+                    f"{self.model!r} for {self.dataset}"
                 )
         _validate.choice("optimizer", self.optimizer, ("sgd", "adamw"))
         _validate.choice("schedule", self.schedule, ("constant", "linear", "hold"))

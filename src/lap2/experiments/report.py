@@ -7,6 +7,7 @@ all of them took.
 import re
 from pathlib import Path
 
+from lap2.experiments.reproduce import EXPERIMENTS
 from lap2.experiments.show import Shown, show
 from lap2.experiments.sweep import read_rows
 from lap2.experiments.tables import costs
@@ -34,7 +35,7 @@ def filled(text: str, results: Path, images: Path) -> str:
             ]
             shown = Shown((costs(everything),) if everything else (), ())
         else:
-            source = "table2" if name == "figure8" else name
+            source = EXPERIMENTS[name].rows_of or name
             shown = show(name, read_rows(results / f"{source}.jsonl"), images / name)
         if not (shown.tables or shown.pictures):
             how = "" if name == "costs" else f": `lap2 reproduce {name}` makes them"

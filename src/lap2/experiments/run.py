@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,12 +18,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lap2.calibration import calibrate_noise
-from lap2.experiments.data import DataError
-from lap2.experiments.recipe import Recipe, load_recipe
+from lap2.experiments.recipe import Recipe
 from lap2.experiments.tasks import Task, load_task
 from lap2.ledger import write_text
 from lap2.mechanism import NotAGuaranteeWarning, PublishedLaplace
-from lap2.train import BudgetExhaustedError, PrivacyEngine, Statement
+from lap2.train import BudgetExhaustedError, PoissonLoader, PrivacyEngine, Statement
 
 __all__ = ["Result", "noise_of", "resume", "train"]
 
@@ -54,19 +53,12 @@ def train(recipe: Recipe, folder: Path, *, progress: bool = True) -> Result:
 
     The metrics are of the public test set, unless the recipe holds records out: nothing of the
     training data is written but what the private steps released. An interrupted run is continued by
-    :func:`resume`. If MNIST cannot be had, scikit-learn's digits take its place, with a warning.
+    :func:`resume`.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder must be a folder, got the file {os.fspath(folder)!r}")
-    if (folder / "config.json").exists() or (folder / "ledger.json").exists():
-        state = "finished" if (folder / "result.json").exists() else "interrupted"
-        advice = "" if state == "finished" else "continue it with --resume, or "
-        raise ValueError(
-            f"folder must be a new one, got {os.fspath(folder)!r}, which holds a run that was "
-            f"{state}: {advice}choose another with --folder"
-        )
-    recipe, task = _load(recipe)
-    run = _Run(recipe, task, folder)
+    _refuse_used(folder)
+    run = _Run(recipe, load_task(recipe), folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", recipe.asdict())
     run.save()  # from here on, no step is forgotten
@@ -103,9 +95,8 @@ class _Run:
         self.recipe, self.task, self.folder, self.total = recipe, task, folder, recipe.steps
         optimizer = _optimizer(recipe, task.model)
         self.engine = PrivacyEngine()
-        self.model, self.optimizer, self.loader = _make_private(
-            self.engine, recipe, task, optimizer
-        )
+        self.model, self.optimizer, loader = _make_private(self.engine, recipe, task, optimizer)
+        self.loader = cast("PoissonLoader", loader)  # no recipe samples in another way
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _factor(recipe))
         self.step, self.lost, self.seconds = 0, 0, 0.0
         self.history: list[dict[str, float]] = []
@@ -191,17 +182,21 @@ class _Run:
         return result
 
 
-def _load(recipe: Recipe) -> tuple[Recipe, Task]:
-    """The task; that of the digits, which need no download, if MNIST cannot be had."""
-    try:
-        return recipe, load_task(recipe)
-    except DataError as error:
-        if recipe.dataset != "mnist":
-            raise
-        warnings.warn(f"{error}\nTraining on scikit-learn's digits instead.", stacklevel=3)
-    kept = ("epsilon", "delta", "mechanism", "accounting", "denoise", "seed")
-    digits = load_recipe("digits", **{name: getattr(recipe, name) for name in kept})
-    return digits, load_task(digits)
+def _refuse_used(folder: Path) -> None:
+    """No file of an earlier run, or of anything else, is overwritten."""
+    used = [name for name in ("config.json", "ledger.json") if (folder / name).exists()]
+    if not used:
+        return
+    if (folder / "result.json").exists():
+        holds = "a run that was finished: "
+    elif (folder / "checkpoint.pt").exists():
+        holds = "a run that was interrupted: continue it with --resume, or "
+    else:
+        holds = f"a {used[0]} already: "
+    raise ValueError(
+        f"folder must be a new one, got {os.fspath(folder)!r}, which holds {holds}choose another "
+        "with --folder"
+    )
 
 
 def _make_private(engine: PrivacyEngine, recipe: Recipe, task: Task, optimizer):

@@ -7,6 +7,7 @@ from typing import Any
 
 from lap2.calibration import calibrate_noise
 from lap2.experiments.recipe import load_recipe
+from lap2.experiments.reproduce import EXPERIMENTS
 from lap2.experiments.sweep import Row, select
 from lap2.experiments.tables import Table, comparison, overall, steps_to_reach
 from lap2.mechanism import Laplace
@@ -33,7 +34,7 @@ def show(name: str, rows: Sequence[Row], path: Path) -> Shown:
         rows: what it found; rows of other experiments are left out. Without any, nothing is shown.
         path: where pictures go: their names begin with its last part.
     """
-    source = "table2" if name == "figure8" else name
+    source = EXPERIMENTS[name].rows_of or name
     final = select(rows, experiment=source, phase="final")
     if name == "figure8":
         final = select(final, epsilon="3.42")

@@ -51,7 +51,7 @@ _FAILURES = (
 )
 
 
-class DataError(RuntimeError):
+class DataError(OSError):
     """Something could not be had; the message names every source tried and why it failed."""
 
 

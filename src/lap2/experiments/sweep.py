@@ -26,6 +26,8 @@ from lap2.experiments.recipe import Recipe
 
 __all__ = ["Job", "Row", "finish", "read_rows"]
 
+_BACKENDS = ("loky", "multiprocessing", "threading", "sequential", "ray", "dask")
+
 Row = dict[str, Any]
 """A finished run: its labels, recipe, accuracy, noise and cost."""
 
@@ -90,6 +92,7 @@ def finish(
             over the machines of a cluster, once that engine is installed and configured.
         progress: show a bar, or a line for each run where there is no terminal.
     """
+    _validate.choice("backend", backend, _BACKENDS)
     count = (
         os.cpu_count() or 1 if workers is None else _validate.integer("workers", workers, least=1)
     )
