@@ -337,7 +337,7 @@ def _cifar10(part: str) -> Callable[[Scale], list[Cell]]:
             if part == "head":
                 seeds, factors, shortened = 10, (0.125, 0.25, 0.5, 1.0, 2.0), 1
             else:
-                seeds, factors, shortened = 3, (0.25, 0.5, 1.0, 2.0), 3
+                seeds, factors, shortened = 3, (0.0625, 0.125, 0.25, 0.5), 3
             tuned = Tuning(cell.labels, cell.recipe, factors=factors, shortened=shortened)
             found.append(cell if small else replace(cell, seeds=seeds, tuning=tuned))
         return found
