@@ -174,3 +174,4 @@ if __name__ == "__main__":
         (folder / f"{task}-{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # torch's threads now and then abort a process that ends in the ordinary way
