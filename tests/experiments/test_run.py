@@ -170,6 +170,7 @@ def test_nothing_else_has_a_stand_in(words, tmp_path):
     result = command(*words, "--folder", str(tmp_path / "run"))
     assert result.exit_code == 2
     assert "nothing answers" in result.output
+    assert "instead" not in result.output
     assert not (tmp_path / "run").exists()
 
 

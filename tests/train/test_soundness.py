@@ -367,3 +367,14 @@ def test_a_replaced_step_and_new_parameters_are_refused():
         break
     assert torch.equal(before, extra.weight)
     assert engine.accountant.steps == 0
+
+
+def test_tiny_times_huge_stays_within_its_clip():
+    """A weighted factor of a few units in the last place of all would round up by a third."""
+    inputs = torch.full((1, 1, 2), 2e38)
+    grads = torch.full((1, 1, 2), 3 * 2.0**-149)
+    outer = Outer(torch.empty(2, 2), inputs, grads, arena=Arena())
+    norm = outer.square_norms().sqrt()
+    torch.testing.assert_close(norm.double(), torch.tensor([2 * 2e38 * 3 * 2.0**-149]).double())
+    clipped = outer.weighted_sum(torch.tensor([0.25]))
+    assert torch.linalg.vector_norm(clipped) <= 0.25 * norm * (1 + 1e-5)

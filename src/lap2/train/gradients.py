@@ -116,16 +116,14 @@ class Outer:
         _, positions, width = inputs.shape
         self._ghost = not best_formed(positions, width, grads.shape[2])
         self._values: Tensor | None = None
-        # Where the factors are squared, and not their product or in a wider type.
-        if self._ghost and (positions > 1 or inputs.dtype == torch.float64):
+        if positions == 1 or self._ghost:  # where the factors are squared, not their product
             self._a, self._g = _balanced(inputs, grads)
 
     def square_norms(self) -> Tensor:
         """See :class:`PerExample`. Never forms a gradient when positions are few."""
         a, g = self._a, self._g
         if a.shape[1] == 1:
-            wide = [torch.linalg.vector_norm(t, dim=(1, 2), dtype=torch.float64) for t in (a, g)]
-            return (wide[0] * wide[1]).square().to(a.dtype)
+            return (a * a).sum(dim=(1, 2)) * (g * g).sum(dim=(1, 2))
         if self._ghost:
             inner = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT)).sum(dim=(1, 2))
             return _rounded_up(inner, self.lengths())
