@@ -54,7 +54,7 @@ def main() -> None:
             convolution._form(windows, grads, values, arena)
 
         def kernel(windows=windows, grads=grads, values=values):
-            if not convolution._form_compiled(windows, grads, values):
+            if convolution._form_compiled(windows, grads, values) is None:
                 raise RuntimeError("the kernel needs numba: pip install 'lap2[fast]'")
 
         products()

@@ -11,7 +11,7 @@ from lap2.train.arena import Arena
 from lap2.train.gradients import Dense
 from lap2.train.recorder import Recorder
 
-_conv_compiled = pytest.importorskip("lap2.train._conv_compiled")
+_threads = pytest.importorskip("lap2.train._threads")
 
 
 def example(module, batch, size, *, dtype=torch.float32):
@@ -26,7 +26,9 @@ def formed(module, x, g):
     windows, grads = convolution._windows(module, x, g.shape[2:]), g.permute(0, 2, 3, 1)
     shape = (len(x), *windows.shape[3:], g.shape[1])
     values = torch.full(shape, math.nan)
-    assert convolution._form_compiled(windows, grads, values)
+    squares = convolution._form_compiled(windows, grads, values)
+    norms = values.double().square().flatten(1).sum(dim=1).float()
+    torch.testing.assert_close(squares, norms, equal_nan=True)
     expected = torch.empty(shape, dtype=torch.float64)
     convolution._form(windows.double(), grads.double(), expected, Arena())
     return values, expected
@@ -64,7 +66,7 @@ def test_the_kernel_forms_what_products_do(module, batch, size, threads, monkeyp
 
 
 def test_without_openmp_one_thread_does_it_all(monkeypatch):
-    monkeypatch.setattr(_conv_compiled, "_PARALLEL", None)
+    monkeypatch.setattr(_threads, "_PARALLEL", None)
     monkeypatch.setattr(convolution, "_WORTH_THREADS", 0)
     module = nn.Conv2d(3, 8, 3)
     values, expected = formed(module, *example(module, 9, (8, 8)))
@@ -99,7 +101,7 @@ def test_what_the_kernel_cannot_do_is_left_to_torch(module, dtype):
     x, g = example(module, 4, (8, 8), dtype=dtype)
     windows, grads = convolution._windows(module, x, g.shape[2:]), g.permute(0, 2, 3, 1)
     values = torch.zeros(len(x), *windows.shape[3:], g.shape[1], dtype=dtype)
-    assert not convolution._form_compiled(windows, grads, values)
+    assert convolution._form_compiled(windows, grads, values) is None
     assert not values.any()
     found = convolution.conv2d_gradients(module, x, g, Arena())
     expected = torch.einsum("byxijc,byxo->bocij", windows, grads)
@@ -110,7 +112,7 @@ def test_without_numba_torch_does_it(monkeypatch):
     module = nn.Conv2d(3, 16, 3)
     x, g = example(module, 4, (8, 8))
     compiled = convolution.conv2d_gradients(module, x, g, Arena())
-    monkeypatch.setattr(convolution, "_kernel", lambda: None)
+    monkeypatch.setattr(convolution, "kernel", lambda _: None)
     products = convolution.conv2d_gradients(module, x, g, Arena())
     assert isinstance(compiled, Dense)
     torch.testing.assert_close(compiled.explicit(), products.explicit(), rtol=1e-5, atol=1e-5)

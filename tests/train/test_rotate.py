@@ -17,6 +17,10 @@ from lap2.train.rotate import gather, spread, spread_size
 SIZES = [1, 10, 31, 32, 100, 1000, 16_384, 26_010, 70_001, 600_000]
 
 
+def without_numba(monkeypatch):
+    monkeypatch.setattr(module, "kernel", lambda _: None)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_distances_stay_and_the_way_back_is_exact(size):
     torch.manual_seed(size)
@@ -76,7 +80,23 @@ def test_it_is_an_orthonormal_matrix():
     torch.testing.assert_close(rows @ rows.T, torch.eye(300, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_compiled_it_is_the_same(size, threads, monkeypatch):
+    vector, ways, back = torch.randn(size), [], []
+    monkeypatch.setattr(module, "_WORTH_THREADS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for _ in range(2):
+        ways.append(spread([vector]))
+        back.append(torch.empty(size, dtype=torch.float64))
+        gather(torch.arange(float(len(ways[0])), dtype=torch.float64) / size, back[-1:])
+        without_numba(monkeypatch)
+    torch.testing.assert_close(*ways, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(*back, rtol=1e-13, atol=1e-11)
+
+
 def test_in_pieces_it_is_the_same(monkeypatch):
+    without_numba(monkeypatch)
     vector = torch.randn(70_001)
     whole = spread([vector])
     monkeypatch.setattr(module, "_CHUNK", 5000)

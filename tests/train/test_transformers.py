@@ -10,7 +10,13 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lap2.train import BookkeepingError, PrivacyEngine, Recorder, UnsupportedModuleError
+from lap2.train import (
+    BookkeepingError,
+    PrivacyEngine,
+    Recorder,
+    UnsupportedModuleError,
+    gradients,
+)
 from lap2.train.arena import Arena
 from lap2.train.coverage import coverage
 from lap2.train.gradients import Outer, Rows, Tied, summed
@@ -565,6 +571,16 @@ def test_a_large_tied_table_is_never_formed_and_l1_says_so():
     assert total.weighted_sum(torch.ones(20)).shape == table.shape
     with pytest.raises(ValueError, match="too large to be formed"):
         total.abs_sums()
+
+
+@pytest.mark.parametrize("numbers", [1, 100, 1 << 18])
+def test_l1_norms_of_what_is_not_formed_come_in_pieces(numbers, monkeypatch):
+    monkeypatch.setattr(gradients, "_CACHED", numbers)
+    a, g = torch.randn(7, 2, 8), torch.randn(7, 2, 6)
+    outer = Outer(torch.empty(6, 8), a, g, arena=Arena())
+    assert outer._ghost
+    expected = torch.einsum("bto,bti->boi", g, a).abs().sum(dim=(1, 2))
+    torch.testing.assert_close(outer.abs_sums(), expected)
 
 
 def test_the_engine_trains_a_transformer():

@@ -7,7 +7,6 @@ processor's registers.
 
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 
-import ctypes
 import operator
 from functools import reduce
 
@@ -18,12 +17,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from lap2.train._threads import pointer, run, take
+
 __all__ = ["LANES", "form"]
 
 LANES = 8
 """Outputs that are worked on at once: the number of them must be a multiple of this."""
 _POSITIONS = 256
 """Positions that are worked on at a time: their gradients stay in the fastest cache."""
+_SUMS = 4
+"""Sums that squares are added to in turn, as one would have to wait for itself."""
 
 _SIZE = ir.IntType(64)
 _FLOAT = ir.FloatType()
@@ -36,21 +39,10 @@ _NAMES = """
     taken batch rows columns kernel_rows kernel_columns inputs outputs
     windows window_example window_row window_column down right
     grads grad_example grad_row grad_column
-    values
+    values squares
 """
 _JOB = np.dtype([(name, np.int64) for name in _NAMES.split()])
 """What there is to do: how many examples were taken, sizes, addresses, and steps in bytes."""
-
-
-@intrinsic
-def _take(typing_context, job):  # noqa: ARG001 - numba's calling convention
-    """The number of an example that no one else has: the first field of a job, which it counts."""
-
-    def generate(_context, builder, _signature, arguments):
-        place = builder.bitcast(arguments[0], _SIZE.as_pointer())
-        return builder.atomic_rmw("add", place, ir.Constant(_SIZE, 1), "monotonic")
-
-    return types.int64(types.voidptr), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -116,17 +108,60 @@ def _tile(typing_context, inputs, vectors, grads, image, values, sizes):  # noqa
     return signature, generate
 
 
+@intrinsic
+def _square_norm(typing_context, values, size):  # noqa: ARG001 - numba's calling convention
+    """Of ``size`` numbers, a multiple of :data:`LANES`, from an address on.
+
+    In float64, where squares neither vanish nor overflow, and in many sums at once.
+    """
+    signature = types.float64(types.intp, types.intp)
+
+    def generate(_context, builder, _signature, arguments):
+        wide = ir.VectorType(ir.DoubleType(), LANES)
+        shape = ir.FunctionType(wide, 3 * (wide,))
+        fused = cgutils.get_or_insert_function(builder.module, shape, f"llvm.fma.v{LANES}f64")
+        values, size = arguments
+        sums = [cgutils.alloca_once(builder, wide) for _ in range(_SUMS)]
+        for total in sums:
+            builder.store(ir.Constant(wide, None), total)
+
+        def add(number, total):
+            """The square of the vector with this number to a sum."""
+            place = builder.add(values, builder.mul(number, _SIZE(4 * LANES)))
+            vector = builder.load(builder.inttoptr(place, _VECTOR.as_pointer()), align=4)
+            long = builder.fpext(vector, wide)
+            builder.store(builder.call(fused, [long, long, builder.load(total)]), total)
+
+        vectors = builder.udiv(size, _SIZE(LANES))
+        rounds = builder.udiv(vectors, _SIZE(_SUMS))
+        with cgutils.for_range(builder, rounds) as loop:
+            first = builder.mul(loop.index, _SIZE(_SUMS))
+            for i, total in enumerate(sums):
+                add(builder.add(first, _SIZE(i)), total)
+        done = builder.mul(rounds, _SIZE(_SUMS))
+        with cgutils.for_range(builder, builder.sub(vectors, done)) as loop:
+            add(builder.add(done, loop.index), sums[0])
+        vector = reduce(builder.fadd, [builder.load(total) for total in sums])
+        lanes = [builder.extract_element(vector, ir.IntType(32)(i)) for i in range(LANES)]
+        return reduce(builder.fadd, lanes)
+
+    return signature, generate
+
+
 @numba.cfunc(types.void(types.voidptr), cache=True)
 def _work(address):
     """Form the gradients of one example after the other, until all are taken."""
     job = numba.carray(address, 1, _JOB)[0]
+    size = job.kernel_rows * job.kernel_columns * job.inputs * job.outputs
+    squares = numba.carray(pointer(job.squares), job.batch, np.float64)
     run, kernel_columns = job.inputs, job.kernel_columns
     if job.right == 4 * run:  # the inputs of a line of the kernel follow each other in memory
         run, kernel_columns = run * kernel_columns, 1
     some = max(1, _POSITIONS // job.columns)
     step = 4 * job.outputs
-    example = _take(address)
+    example = take(address)
     while example < job.batch:
+        formed = job.values + 4 * example * size
         for row in range(0, job.rows, some):
             sizes = (
                 min(some, job.rows - row),
@@ -140,7 +175,6 @@ def _work(address):
             )
             image = job.windows + example * job.window_example + row * job.window_row
             grads = job.grads + example * job.grad_example + row * job.grad_row
-            formed = job.values + example * job.kernel_rows * job.kernel_columns * job.inputs * step
             output = 0
             while output < job.outputs:
                 value, grad = formed + 4 * output, grads + 4 * output
@@ -169,38 +203,20 @@ def _work(address):
                             value += step * done
                             left -= done
                 output += 2 * LANES if two else LANES
-        example = _take(address)
+        squares[example] = _square_norm(formed, size)
+        example = take(address)
 
 
-def _openmp():
-    """OpenMP's entry point, if the process has it; torch's threads are OpenMP's."""
-    try:
-        found = ctypes.CDLL(None).GOMP_parallel
-    except (AttributeError, OSError, TypeError):
-        return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    found.restype = None
-    return found
-
-
-_PARALLEL = _openmp()
-
-
-def form(windows, grads, values, threads):
+def form(windows, grads, values, squares, threads):
     """Write ``sum_{y,x} windows[b,y,x,...] grads[b,y,x,o]`` to ``values[b,...,o]``.
 
     Args:
         windows: (batch, rows, columns, *kernel, inputs) in float32, with contiguous inputs.
         grads: (batch, rows, columns, outputs) in float32, with contiguous outputs.
         values: (batch, *kernel, inputs, outputs) in float32, contiguous.
-        threads: how many to use. They are torch's own: while these wait for torch, which they do
-            busily, others would find no processor.
+        squares: (batch,) in float64, contiguous: the squared norms are written here.
+        threads: how many to use.
     """
-    fields = (0, *windows.shape, grads.shape[3])
-    fields += (windows.ctypes.data, *windows.strides[:5])
-    fields += (grads.ctypes.data, *grads.strides[:3], values.ctypes.data)
-    job = np.array([fields], dtype=_JOB)
-    if threads > 1 and _PARALLEL is not None:
-        _PARALLEL(_work.address, job.ctypes.data, threads, 0)
-    else:
-        _work.ctypes(job.ctypes.data)
+    fields = (*windows.shape, grads.shape[3], windows.ctypes.data, *windows.strides[:5])
+    fields += (grads.ctypes.data, *grads.strides[:3], values.ctypes.data, squares.ctypes.data)
+    run(_work, _JOB, fields, threads)

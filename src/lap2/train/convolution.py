@@ -8,14 +8,13 @@ is none, from the receptive fields of a few examples at a time.
 # pyright: basic
 
 import math
-from functools import lru_cache
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 
 from lap2.train.arena import Arena
+from lap2.train.compiled import kernel
 from lap2.train.gradients import Dense, Outer, PerExample, best_formed
 
 __all__ = ["conv2d_gradients", "is_formed", "padded"]
@@ -39,9 +38,10 @@ def conv2d_gradients(module: nn.Conv2d, a: Tensor, g: Tensor, arena: Arena) -> P
     windows, grads = _windows(module, a, g.shape[2:]), g.permute(0, 2, 3, 1)
     if is_formed(module, g):
         values = arena.empty((len(g), *windows.shape[3:], g.shape[1]), a)
-        if not _form_compiled(windows, grads, values):
+        squares = _form_compiled(windows, grads, values)
+        if squares is None:
             _form(windows, grads, values, arena)
-        return Dense(module.weight, values, order=(2, 3, 1, 0))
+        return Dense(module.weight, values, order=(2, 3, 1, 0), squares=squares)
     inputs = arena.empty(tuple(windows.shape), a).copy_(windows).flatten(3).flatten(1, 2)
     return Outer(module.weight, inputs, grads.flatten(1, 2), arena=arena, order=(0, 2, 3, 1))
 
@@ -85,23 +85,20 @@ def _form(windows: Tensor, grads: Tensor, values: Tensor, arena: Arena) -> None:
         torch.bmm(inputs.mT, grad.flatten(1, 2), out=value.flatten(1, 3))
 
 
-def _form_compiled(windows: Tensor, grads: Tensor, values: Tensor) -> bool:
-    """As :func:`_form`, by as many threads as torch uses; False if this cannot be compiled."""
-    kernel, outputs = _kernel(), grads.shape[3]
-    if kernel is None or windows.device.type != "cpu" or windows.dtype != torch.float32:
-        return False
-    if outputs % kernel.LANES:
-        return False
-    grads = grads if grads.stride(3) == 1 else grads.contiguous()
-    threads = torch.get_num_threads() if windows.numel() * outputs > _WORTH_THREADS else 1
-    kernel.form(windows.numpy(), grads.numpy(), values.numpy(), threads)
-    return True
+def _form_compiled(windows: Tensor, grads: Tensor, values: Tensor) -> Tensor | None:
+    """As :func:`_form`, by as many threads as torch uses; None if this cannot be compiled.
 
-
-@lru_cache(maxsize=1)
-def _kernel() -> ModuleType | None:
-    try:
-        from lap2.train import _conv_compiled  # noqa: PLC0415 - numba is optional
-    except ImportError:
+    Returns:
+        The squared norm of each example's values, taken while these are in the cache.
+    """
+    compiled, outputs = kernel("conv"), grads.shape[3]
+    if compiled is None or windows.device.type != "cpu" or windows.dtype != torch.float32:
         return None
-    return _conv_compiled
+    if outputs % compiled.LANES:
+        return None
+    grads = grads if grads.stride(3) == 1 else grads.contiguous()
+    squares = torch.empty(len(values), dtype=torch.float64)
+    threads = torch.get_num_threads() if windows.numel() * outputs > _WORTH_THREADS else 1
+    arrays = (tensor.numpy() for tensor in (windows, grads, values, squares))
+    compiled.form(*arrays, threads)
+    return squares.float()

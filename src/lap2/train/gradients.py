@@ -24,6 +24,9 @@ _LARGEST = 1 << 29
 _LONG_ROW = 1 << 13
 """torch's vector_norm, which needs no temporary, adds one by one: too inexact for longer rows."""
 
+_CACHED = 1 << 18
+"""Numbers of gradients that are formed at a time, if each is needed once."""
+
 Order = tuple[int, ...] | None
 
 
@@ -60,18 +63,24 @@ class Dense:
         param: the parameter.
         values: of shape (batch, *param.shape).
         order: of the parameter's dimensions in ``values``, if it is another.
+        squares: squared norms of the examples' values, if they are known.
     """
 
-    def __init__(self, param: Tensor, values: Tensor, *, order: Order = None) -> None:
+    def __init__(
+        self,
+        param: Tensor,
+        values: Tensor,
+        *,
+        order: Order = None,
+        squares: Tensor | None = None,
+    ) -> None:
         """Keep the values in the order they have."""
         self.param, self._values = param, values.reshape(values.shape[0], param.numel())
-        self._order = order
+        self._order, self._squares = order, squares
 
     def square_norms(self) -> Tensor:
         """See :class:`PerExample`."""
-        if self._values.shape[1] > _LONG_ROW:
-            return (self._values * self._values).sum(dim=1)  # in pairs, and so loses no digits
-        return torch.linalg.vector_norm(self._values, dim=1).square()
+        return _norms(self._values).square() if self._squares is None else self._squares
 
     def abs_sums(self) -> Tensor:
         """See :class:`PerExample`."""
@@ -83,7 +92,7 @@ class Dense:
 
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
-        self._values = self._values.masked_fill(bad[:, None], 0.0)
+        self._values, self._squares = self._values.masked_fill(bad[:, None], 0.0), None
 
     def explicit(self) -> Tensor:
         """See :class:`PerExample`."""
@@ -116,36 +125,46 @@ class Outer:
         _, positions, width = inputs.shape
         self._ghost = not best_formed(positions, width, grads.shape[2])
         self._values: Tensor | None = None
+        self._terms: Tensor | None = None  # norms of g_t a_t^T
         if positions == 1 or self._ghost:  # where the factors are squared, not their product
-            self._a, self._g = _balanced(inputs, grads)
+            self._a, self._g, self._terms = _balanced(inputs, grads)
 
     def square_norms(self) -> Tensor:
         """See :class:`PerExample`. Never forms a gradient when positions are few."""
         a, g = self._a, self._g
         if a.shape[1] == 1:
-            return (a * a).sum(dim=(1, 2)) * (g * g).sum(dim=(1, 2))
+            return self._term_norms().square().sum(dim=1)
         if self._ghost:
             inner = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT)).sum(dim=(1, 2))
             return _rounded_up(inner, self.lengths())
-        values = self._form()
-        if values.shape[2] > _LONG_ROW:
-            return (values * values).sum(dim=(1, 2))  # adds in pairs, and so loses no digits
-        return torch.linalg.vector_norm(values, dim=2).square().sum(dim=1)
+        return _norms(self._form()).square().sum(dim=1)
 
     def lengths(self) -> Tensor:
         """Sum of the norms of each example's terms; at least its gradient's norm."""
-        return (self._a.norm(dim=2) * self._g.norm(dim=2)).sum(dim=1)
+        return self._term_norms().sum(dim=1)
+
+    def _term_norms(self) -> Tensor:
+        return _norms(self._a) * _norms(self._g) if self._terms is None else self._terms
 
     def abs_sums(self) -> Tensor:
         """See :class:`PerExample`."""
         if self._a.shape[1] == 1:
             return self._a.abs().sum(dim=(1, 2)) * self._g.abs().sum(dim=(1, 2))
-        return self._form().abs().sum(dim=(1, 2))
+        if not self._ghost:
+            return self._form().abs().sum(dim=(1, 2))
+        shape = (1, self._g.shape[2], self._a.shape[2])
+        _refuse_huge(shape)
+        count = max(1, _CACHED // math.prod(shape))
+        held = self._a.new_empty((count, *shape[1:]))
+        pieces = zip(self._g.mT.split(count), self._a.split(count), strict=True)
+        formed = (torch.bmm(g, a, out=held[: len(g)]) for g, a in pieces)
+        return torch.cat([values.abs_().sum(dim=(1, 2)) for values in formed])
 
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
         mask = bad[:, None, None]
         self._a, self._g = self._a.masked_fill(mask, 0.0), self._g.masked_fill(mask, 0.0)
+        self._terms = None
         self._values = None if self._values is None else self._values.masked_fill(mask, 0.0)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -203,7 +222,7 @@ class Rows:
 
     def lengths(self) -> Tensor:
         """Sum of the norms of each example's terms; at least its gradient's norm."""
-        return self._g.norm(dim=2).sum(dim=1)
+        return _norms(self._g).sum(dim=1)
 
     def abs_sums(self) -> Tensor:
         """See :class:`PerExample`."""
@@ -312,21 +331,37 @@ def _shaped(values: Tensor, param: Tensor, order: Order) -> Tensor:
     return values.reshape(-1, *(param.shape[dim] for dim in order)).permute(0, *places)
 
 
-def _balanced(inputs: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
-    """Both factors with numbers whose squares are ordinary; their outer products are the same.
+def _norms(values: Tensor) -> Tensor:
+    """Of the vectors along the last dimension."""
+    if values.shape[-1] > _LONG_ROW:
+        return (values * values).sum(dim=-1).sqrt()  # in pairs, and so loses no digits
+    return torch.linalg.vector_norm(values, dim=-1)
+
+
+def _balanced(inputs: Tensor, grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both factors with numbers whose squares are ordinary, and the norms of their products.
 
     The square of a very small input vanishes, though its product with a very large gradient does
-    not: its norm would be too small. Powers of two move from one factor to the other.
+    not: its norm would be too small. Powers of two move from one factor to the other, so that their
+    outer products are the same.
     """
+    a, g = _norms(inputs), _norms(grads)
+    if a.numel() and all(1e-12 < float(t) < 1e15 for n in (a, g) for t in n.aminmax()):
+        return inputs, grads, a * g
+    shift = _shift(inputs, grads)
+    if shift.any():
+        inputs, grads = torch.ldexp(inputs, shift), torch.ldexp(grads, -shift)
+    return inputs, grads, _norms(inputs) * _norms(grads)
+
+
+def _shift(inputs: Tensor, grads: Tensor) -> Tensor:
+    """The powers of two that :func:`_balanced` moves; zero where numbers are ordinary."""
     if not inputs.numel() or not grads.numel():
-        return inputs, grads
+        return torch.zeros((*inputs.shape[:2], 1), dtype=torch.int32, device=inputs.device)
     a, g = (_largest(t) for t in (inputs, grads))
-    ordinary = torch.stack([((t == 0) | ((t > 1e-15) & (t < 1e15))).all() for t in (a, g)]).all()
-    if ordinary:
-        return inputs, grads
     shift = (torch.frexp(g).exponent - torch.frexp(a).exponent) // 2
-    shift = torch.where((a == 0) | (g == 0) | ~(a + g).isfinite(), 0, shift)
-    return torch.ldexp(inputs, shift), torch.ldexp(grads, -shift)
+    ordinary = (a > 1e-15) & (a < 1e15) & (g > 1e-15) & (g < 1e15)
+    return torch.where(ordinary | (a == 0) | (g == 0) | ~(a + g).isfinite(), 0, shift)
 
 
 def _largest(tensor: Tensor) -> Tensor:

@@ -12,13 +12,14 @@ clamped, added up and turned back.
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from lap2.signal import copies
+from lap2.train.compiled import kernel
 
 __all__ = ["gather", "spread", "spread_size"]
 
@@ -28,6 +29,8 @@ _DIGIT = 5
 """The transform is a product of matrices with up to 2 to this many rows: few passes, few sums."""
 _CHUNK = 2**20
 """Coordinates that are transformed at a time, which bounds the memory needed."""
+_WORTH_THREADS = 2**17
+"""Coordinates whose transform takes much longer than to wake a thread."""
 
 
 def spread_size(size: int) -> int:
@@ -49,13 +52,13 @@ def spread(tensors: Sequence[Tensor]) -> Tensor:
     """
     size = sum(t.numel() for t in tensors)
     device = torch.device("cpu") if tensors[0].device.type == "mps" else tensors[0].device
-    flat = torch.zeros(_padded(size), dtype=torch.float64, device=device)
+    flat = torch.empty(_padded(size), dtype=torch.float64, device=device)
+    flat[size:] = 0.0
     start = 0
     for t in tensors:
         flat[start : start + t.numel()].view(t.shape).copy_(t)
         start += t.numel()
-    for part, factors, signs in _parts(flat, size):
-        part.copy_(_mixed(part * signs, factors))
+    _turn(flat, size, back=False)
     times = copies(len(flat))
     return flat if times == 1 else flat.div_(math.sqrt(times)).repeat(times)
 
@@ -66,8 +69,7 @@ def gather(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     times = copies(_padded(size))
     if times > 1:
         flat = flat.view(times, -1).sum(dim=0).div_(math.sqrt(times))
-    for part, factors, signs in _parts(flat, size):
-        part.copy_(_mixed(part, factors) * signs)
+    _turn(flat, size, back=True)
     start = 0
     for t in tensors:
         t.copy_(flat[start : start + t.numel()].view(t.shape))
@@ -84,17 +86,32 @@ def _block(size: int) -> int:
     return min(_BLOCK, 1 << max(0, (size // 16).bit_length() - 1))
 
 
-def _parts(flat: Tensor, size: int) -> Iterator[tuple[Tensor, tuple[Tensor, ...], Tensor]]:
-    """Views of ``flat`` that are transformed one by one, with matrices and signs for that.
+def _turn(flat: Tensor, size: int, *, back: bool) -> None:
+    """Into the basis, or back; in place.
 
     The coordinates that are mixed with each other are as far apart as can be, so that they are of
     different layers.
     """
     block = _block(size)
-    if block > 1:
-        factors, signs = _basis(block, flat.device)
-        for part in flat.view(block, -1).split(max(1, _CHUNK // block), dim=1):
-            yield part, factors, signs
+    if block == 1:
+        return
+    rows = flat.view(block, -1)
+    factors, signs = _basis(block, flat.device)
+    if not _turn_compiled(rows, signs, back):
+        for part in rows.split(max(1, _CHUNK // block), dim=1):
+            part.copy_(_mixed(part, factors) * signs if back else _mixed(part * signs, factors))
+
+
+def _turn_compiled(rows: Tensor, signs: Tensor, back: bool) -> bool:
+    """As :func:`_turn`, by as many threads as torch uses; False if this cannot be compiled."""
+    compiled = kernel("basis")
+    if compiled is None or rows.device.type != "cpu":
+        return False
+    before, after = signs / math.sqrt(len(signs)), torch.ones_like(signs)
+    weights = (after, before) if back else (before, after)
+    threads = torch.get_num_threads() if rows.numel() > _WORTH_THREADS else 1
+    compiled.transform(rows.numpy(), *(w.numpy() for w in weights), threads)
+    return True
 
 
 def _mixed(part: Tensor, factors: tuple[Tensor, ...]) -> Tensor:

@@ -1,0 +1,68 @@
+"""Compiled work on torch's own threads; importing it needs numba.
+
+While torch's threads wait for torch, which they do busily, others would find no processor.
+"""
+
+# pyright: basic
+
+import ctypes
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+__all__ = ["pointer", "run", "take"]
+
+_SIZE = ir.IntType(64)
+
+
+@intrinsic
+def take(typing_context, job):  # noqa: ARG001 - numba's calling convention
+    """The number of a piece that no one else has: the first field of a job, which it counts."""
+
+    def generate(_context, builder, _signature, arguments):
+        place = builder.bitcast(arguments[0], _SIZE.as_pointer())
+        return builder.atomic_rmw("add", place, ir.Constant(_SIZE, 1), "monotonic")
+
+    return types.int64(types.voidptr), generate
+
+
+@intrinsic
+def pointer(typing_context, address):  # noqa: ARG001 - numba's calling convention
+    """What is at an address that a job has."""
+
+    def generate(_context, builder, _signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+def _openmp():
+    """OpenMP's entry point, if the process has it; torch's threads are OpenMP's."""
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    found.restype = None
+    return found
+
+
+_PARALLEL = _openmp()
+
+
+def run(work, kind: np.dtype, fields: tuple[int, ...], threads: int) -> None:
+    """Let several threads work on a job until nothing of it is left to :func:`take`.
+
+    Args:
+        work: a compiled function of the job's address.
+        kind: of the job: a record of integers, the first of which counts what was taken.
+        fields: all but the first.
+        threads: how many.
+    """
+    job = np.array([(0, *fields)], dtype=kind)
+    if threads > 1 and _PARALLEL is not None:
+        _PARALLEL(work.address, job.ctypes.data, threads, 0)
+    else:
+        work.ctypes(job.ctypes.data)
