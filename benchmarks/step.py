@@ -5,7 +5,8 @@ MiniLM, a BERT) at batch 32 with 64 tokens each. Everything of one thread count 
 Each round gives all contestants a turn, one after the other, so that a busy or throttled machine
 slows them alike; a ratio is taken within a round, and the median over the rounds is reported. A
 turn is a few steps in a row on the same batch, the private ones with their noise; making the batch
-is not in it.
+is not in it, and neither is a first step, which finds its neighbour's data in the caches and its
+threads still waiting for work: in training, a step follows one of its own kind.
 
     python benchmarks/step.py --rounds 15 --threads 1 2
     python benchmarks/step.py --model transformer --rounds 5 --threads 1
@@ -117,13 +118,14 @@ class Contestant:
     """None is the batch that all share."""
 
     def turn(self, shared: Batch, steps: int) -> float:
-        """Mean time of a step, in seconds."""
+        """Mean time of a step after the first, in seconds."""
         spent = 0.0
-        for _ in range(steps):
+        for number in range(steps + 1):
             x, y = next(self.batches) if self.batches else shared
             start = time.perf_counter()
             self.step(x, y)
-            spent += (time.perf_counter() - start) * len(shared[1]) / len(y)
+            if number:
+                spent += (time.perf_counter() - start) * len(shared[1]) / len(y)
         return spent / steps
 
 
@@ -134,7 +136,8 @@ class Pause:
     act: Callable[[], object]
 
     def turn(self, _: Batch, steps: int) -> float:
-        """Mean time of one."""
+        """Mean time of one after the first."""
+        self.act()
         start = time.perf_counter()
         for _ in range(steps):
             self.act()

@@ -4,10 +4,11 @@ Rows are mixed in two passes, each of which changes half of the bits of a row's 
 is mixed at a time stays in the fastest cache.
 """
 
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 
 import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -151,11 +152,7 @@ def transform(values, before, after, threads):
     count, columns = values.shape
     near = 1 << ((count.bit_length() - 1) // 2)
     far = count // near
-    none = np.ones(count)
-    passes = (
-        (far, near, near, 1, columns, values, before, none),
-        (near, 1, far, near, columns, values, none, after),
-    )
-    for *sizes, flat, first, last in passes:
-        addresses = (array.ctypes.data for array in (flat, first, last))
-        run(_work, _JOB, (*sizes, *addresses), threads)
+    none = torch.ones_like(before)
+    address, first, last, ones = (t.data_ptr() for t in (values, before, after, none))
+    run(_work, (far, near, near, 1, columns, address, first, ones), threads)
+    run(_work, (near, 1, far, near, columns, address, ones, last), threads)

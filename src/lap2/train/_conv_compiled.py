@@ -217,6 +217,11 @@ def form(windows, grads, values, squares, threads):
         squares: (batch,) in float64, contiguous: the squared norms are written here.
         threads: how many to use.
     """
-    fields = (*windows.shape, grads.shape[3], windows.ctypes.data, *windows.strides[:5])
-    fields += (grads.ctypes.data, *grads.strides[:3], values.ctypes.data, squares.ctypes.data)
-    run(_work, _JOB, fields, threads)
+    fields = (*windows.shape, grads.shape[3], windows.data_ptr(), *_steps(windows)[:5])
+    fields += (grads.data_ptr(), *_steps(grads)[:3], values.data_ptr(), squares.data_ptr())
+    run(_work, fields, threads)
+
+
+def _steps(tensor):
+    """How many bytes further the next one is, in each dimension."""
+    return [tensor.itemsize * step for step in tensor.stride()]

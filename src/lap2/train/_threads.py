@@ -52,16 +52,16 @@ def _openmp():
 _PARALLEL = _openmp()
 
 
-def run(work, kind: np.dtype, fields: tuple[int, ...], threads: int) -> None:
+def run(work, fields: tuple[int, ...], threads: int) -> None:
     """Let several threads work on a job until nothing of it is left to :func:`take`.
 
     Args:
-        work: a compiled function of the job's address.
-        kind: of the job: a record of integers, the first of which counts what was taken.
+        work: a compiled function of the address of a job: a record of integers of 64 bits, the
+            first of which counts what was taken.
         fields: all but the first.
         threads: how many.
     """
-    job = np.array([(0, *fields)], dtype=kind)
+    job = np.array((0, *fields))
     if threads > 1 and _PARALLEL is not None:
         _PARALLEL(work.address, job.ctypes.data, threads, 0)
     else:

@@ -99,6 +99,5 @@ def _form_compiled(windows: Tensor, grads: Tensor, values: Tensor) -> Tensor | N
     grads = grads if grads.stride(3) == 1 else grads.contiguous()
     squares = torch.empty(len(values), dtype=torch.float64)
     threads = torch.get_num_threads() if windows.numel() * outputs > _WORTH_THREADS else 1
-    arrays = (tensor.numpy() for tensor in (windows, grads, values, squares))
-    compiled.form(*arrays, threads)
+    compiled.form(windows, grads, values, squares, threads)
     return squares.float()

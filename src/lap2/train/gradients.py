@@ -88,7 +88,7 @@ class Dense:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`PerExample`."""
-        return _shaped((weights @ self._values)[None], self.param, self._order)[0]
+        return _shaped(weights[None].mm(self._values), self.param, self._order)[0]
 
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
@@ -346,8 +346,10 @@ def _balanced(inputs: Tensor, grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     outer products are the same.
     """
     a, g = _norms(inputs), _norms(grads)
-    if a.numel() and all(1e-12 < float(t) < 1e15 for n in (a, g) for t in n.aminmax()):
-        return inputs, grads, a * g
+    if a.numel():
+        least, most = torch.stack([a, g]).aminmax()
+        if least > 1e-12 and most < 1e15:
+            return inputs, grads, a * g
     shift = _shift(inputs, grads)
     if shift.any():
         inputs, grads = torch.ldexp(inputs, shift), torch.ldexp(grads, -shift)

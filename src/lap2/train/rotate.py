@@ -12,7 +12,7 @@ clamped, added up and turned back.
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -29,7 +29,7 @@ _DIGIT = 5
 """The transform is a product of matrices with up to 2 to this many rows: few passes, few sums."""
 _CHUNK = 2**20
 """Coordinates that are transformed at a time, which bounds the memory needed."""
-_WORTH_THREADS = 2**17
+_WORTH_THREADS = 2**13
 """Coordinates whose transform takes much longer than to wake a thread."""
 
 
@@ -54,10 +54,8 @@ def spread(tensors: Sequence[Tensor]) -> Tensor:
     device = torch.device("cpu") if tensors[0].device.type == "mps" else tensors[0].device
     flat = torch.empty(_padded(size), dtype=torch.float64, device=device)
     flat[size:] = 0.0
-    start = 0
-    for t in tensors:
-        flat[start : start + t.numel()].view(t.shape).copy_(t)
-        start += t.numel()
+    for part, tensor in _parts(flat, tensors):
+        part.copy_(tensor)
     _turn(flat, size, back=False)
     times = copies(len(flat))
     return flat if times == 1 else flat.div_(math.sqrt(times)).repeat(times)
@@ -70,10 +68,15 @@ def gather(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     if times > 1:
         flat = flat.view(times, -1).sum(dim=0).div_(math.sqrt(times))
     _turn(flat, size, back=True)
-    start = 0
-    for t in tensors:
-        t.copy_(flat[start : start + t.numel()].view(t.shape))
-        start += t.numel()
+    for part, tensor in _parts(flat, tensors):
+        tensor.copy_(part)
+
+
+def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where in the vector each tensor is, in its shape, and the tensor."""
+    sizes = [t.numel() for t in tensors]
+    for part, tensor in zip(flat[: sum(sizes)].split(sizes), tensors, strict=True):
+        yield part.view(tensor.shape), tensor
 
 
 def _padded(size: int) -> int:
@@ -96,21 +99,21 @@ def _turn(flat: Tensor, size: int, *, back: bool) -> None:
     if block == 1:
         return
     rows = flat.view(block, -1)
-    factors, signs = _basis(block, flat.device)
-    if not _turn_compiled(rows, signs, back):
+    if not _turn_compiled(rows, back):
+        factors, signs = _basis(block, flat.device)
         for part in rows.split(max(1, _CHUNK // block), dim=1):
             part.copy_(_mixed(part, factors) * signs if back else _mixed(part * signs, factors))
 
 
-def _turn_compiled(rows: Tensor, signs: Tensor, back: bool) -> bool:
+def _turn_compiled(rows: Tensor, back: bool) -> bool:
     """As :func:`_turn`, by as many threads as torch uses; False if this cannot be compiled."""
     compiled = kernel("basis")
     if compiled is None or rows.device.type != "cpu":
         return False
-    before, after = signs / math.sqrt(len(signs)), torch.ones_like(signs)
-    weights = (after, before) if back else (before, after)
+    weights, ones = _weights(len(rows))
+    before, after = (ones, weights) if back else (weights, ones)
     threads = torch.get_num_threads() if rows.numel() > _WORTH_THREADS else 1
-    compiled.transform(rows.numpy(), *(w.numpy() for w in weights), threads)
+    compiled.transform(rows, before, after, threads)
     return True
 
 
@@ -133,6 +136,13 @@ def _basis(block: int, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor
     signs = random.Random(block).choices((-1.0, 1.0), k=block)  # noqa: S311 - they are public
     column = torch.tensor(signs, dtype=torch.float64, device=device).unsqueeze(1)
     return tuple(_hadamard(power).to(device) for power in powers), column
+
+
+@lru_cache(maxsize=32)
+def _weights(block: int) -> tuple[Tensor, Tensor]:
+    """What makes a matrix of entries 1 and -1 the basis, and what leaves it as it is."""
+    _, signs = _basis(block, torch.device("cpu"))
+    return signs / math.sqrt(block), torch.ones_like(signs)
 
 
 def _hadamard(power: int) -> Tensor:

@@ -296,8 +296,10 @@ class PrivateStep:
             release, lambda part: self.sampler.add(part, self.scale), sliced=self.sampler.is_secure
         )
         self.taus = self.denoiser(release, self.scale)
-        for param, total in zip(self._params, self._plan.restore(release), strict=True):
-            param.grad = total.div_(self.divisor).to(param.dtype)
+        for part in release:
+            part.div_(self.divisor)
+        for param, mean in zip(self._params, self._plan.restore(release), strict=True):
+            param.grad = mean.to(param.dtype)
         if self.loader is not None:
             self.loader.position += 1
 
