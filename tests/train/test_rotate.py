@@ -95,6 +95,14 @@ def test_compiled_it_is_the_same(size, threads, monkeypatch):
     torch.testing.assert_close(*back, rtol=1e-13, atol=1e-11)
 
 
+def test_a_vector_with_gaps_is_turned_back_too(monkeypatch):
+    monkeypatch.setattr(signal, "_RELEASED", 0)
+    vector, back = torch.randn(1000), torch.empty(1000)
+    turned = torch.empty(2 * spread_size(1000), dtype=torch.float64)[::2]
+    gather(turned.copy_(spread([vector])), [back])
+    torch.testing.assert_close(back, vector)
+
+
 def test_in_pieces_it_is_the_same(monkeypatch):
     without_numba(monkeypatch)
     vector = torch.randn(70_001)

@@ -92,7 +92,9 @@ def _form_compiled(windows: Tensor, grads: Tensor, values: Tensor) -> Tensor | N
         The squared norm of each example's values, taken while these are in the cache.
     """
     compiled, outputs = kernel("conv"), grads.shape[3]
-    if compiled is None or windows.device.type != "cpu" or windows.dtype != torch.float32:
+    if compiled is None or windows.device.type != "cpu":
+        return None
+    if windows.dtype != torch.float32 or grads.dtype != torch.float32:
         return None
     if outputs % compiled.LANES:
         return None

@@ -108,7 +108,9 @@ def _turn(flat: Tensor, size: int, *, back: bool) -> None:
 def _turn_compiled(rows: Tensor, back: bool) -> bool:
     """As :func:`_turn`, by as many threads as torch uses; False if this cannot be compiled."""
     compiled = kernel("basis")
-    if compiled is None or rows.device.type != "cpu":
+    if compiled is None or rows.device.type != "cpu" or rows.dtype != torch.float64:
+        return False
+    if not rows.is_contiguous():
         return False
     weights, ones = _weights(len(rows))
     before, after = (ones, weights) if back else (weights, ones)
