@@ -246,7 +246,7 @@ def _choose_kernel(compiled: bool | None) -> Kernel:
         return NumpyKernel
     try:
         from lap2 import _noise_compiled  # noqa: PLC0415 - numba is optional
-    except ImportError:
+    except (ImportError, OSError, RuntimeError):  # or numba has no folder to keep its work in
         if compiled:
             raise ImportError("compiled=True needs numba: pip install 'lap2[fast]'") from None
         return NumpyKernel

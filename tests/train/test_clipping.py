@@ -99,6 +99,7 @@ CASES = {
     "linear on many positions": (lambda: nn.Linear(4, 3), image(50, 4)),
     "linear on a grid": (lambda: nn.Linear(4, 3), image(3, 2, 4)),
     "conv2d": (lambda: nn.Conv2d(3, 4, 3), image(3, 8, 8)),
+    "conv2d with outputs for the kernel": (lambda: nn.Conv2d(3, 8, 3), image(3, 8, 8)),
     "conv2d with all options": (
         lambda: nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2), groups=2),
         image(4, 9, 9),

@@ -11,6 +11,7 @@ from lap2.train.arena import Arena
 from lap2.train.gradients import Dense
 from lap2.train.recorder import Recorder
 
+numba = pytest.importorskip("numba")
 _threads = pytest.importorskip("lap2.train._threads")
 
 
@@ -116,6 +117,37 @@ def test_without_numba_torch_does_it(monkeypatch):
     products = convolution.conv2d_gradients(module, x, g, Arena())
     assert isinstance(compiled, Dense)
     torch.testing.assert_close(compiled.explicit(), products.explicit(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compiled.square_norms(), products.square_norms())
+    bad = torch.tensor([True, False, False, True])
+    compiled.zero(bad)
+    assert (compiled.square_norms() == 0).tolist() == bad.tolist()
+
+
+def test_memory_is_where_the_image_is():
+    module = nn.Conv2d(3, 16, 3)
+    x, g = example(module, 4, (8, 8))
+    with torch.device("meta"):
+        found = convolution.conv2d_gradients(module, x, g, Arena())
+    assert found.square_norms().device.type == "cpu"
+
+
+def test_a_negative_view_keeps_its_sign():
+    module = nn.Conv2d(3, 16, 3)
+    x, g = example(module, 4, (8, 8))
+    found = convolution.conv2d_gradients(module, x, torch._neg_view(g), Arena())
+    expected = convolution.conv2d_gradients(module, x, -g, Arena())
+    torch.testing.assert_close(found.explicit(), expected.explicit(), rtol=1e-5, atol=1e-5)
+
+
+def test_work_that_stops_is_no_result():
+    """As it does when memory runs out: numba prints that, and goes on."""
+
+    @numba.cfunc("void(voidptr)")
+    def nothing(address):
+        return
+
+    with pytest.raises(MemoryError, match="0 of 3 pieces"):
+        _threads.run(nothing, 3, (), 1)
 
 
 def network():

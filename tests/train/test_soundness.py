@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lap2.noise import SecureLaplace
 from lap2.train import BookkeepingError, PoissonLoader, PrivacyEngine
 from lap2.train.arena import Arena
-from lap2.train.gradients import Dense, Outer, Rows
+from lap2.train.gradients import Dense, Outer, Rows, Tied
 from lap2.train.step import PrivateStep
 
 CLIP = 0.5
@@ -241,6 +241,53 @@ def test_norms_of_long_rows_are_right(positions):
     truth = 0.01 * 0.01 * positions * math.sqrt(rows * columns)
     found = Outer(torch.empty(rows, columns), inputs, grads, arena=Arena()).square_norms().sqrt()
     assert truth * (1 - 1e-5) <= float(found) <= truth * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "every second", "transposed"])
+@pytest.mark.parametrize("width", [512, 2048, 8192])
+def test_norms_lose_no_small_numbers(width, layout):
+    """Each square is half a unit of the sum so far: added one by one, all of them vanish."""
+    vector = torch.full((2, 1, width), 2.0**-12)
+    vector[..., : 8 if layout == "contiguous" else 1] = 1.0  # one in each of eight lanes
+    if layout == "every second":
+        vector = torch.stack([vector, vector], dim=3)[..., 0]
+    elif layout == "transposed":
+        vector = vector.mT.contiguous().mT
+    outer = Outer(torch.empty(width, width), vector, vector, arena=Arena())
+    dense = Dense(torch.empty(width), vector[:, 0])
+    truth = vector[0].double().square().sum()
+    slack = (1 - 2**-15) ** 2  # half of what clipping leaves room for
+    assert (outer.square_norms().double() >= truth.square() * slack).all()
+    assert (dense.square_norms().double() >= truth * slack).all()
+
+
+def test_sums_that_overflow_downwards_are_not_small():
+    """In float32, minus infinity on the way: the example must be skipped, not taken for small."""
+    terms = torch.tensor([-2.5836368e18, 1.9145362e18, 8.8524364e18, 1.7014939e19, 1.1642629e19])
+    terms = torch.cat([terms, torch.tensor([-1.0146131e19])])
+    inputs, grads = torch.zeros(1, 6, 64), torch.zeros(1, 6, 48)
+    inputs[0, :, 0], grads[0, :, 0] = terms / 2**30, 2.0**30
+    outer = Outer(torch.empty(48, 64), inputs, grads, arena=Arena())
+    looked = torch.zeros(1, 6, 8)
+    looked[0, :, 0] = terms
+    rows = Rows(torch.empty(3, 8), torch.zeros(1, 6, dtype=torch.long), looked)
+    truth = abs(float(terms.double().sum()))
+    for found in (outer, rows):
+        assert float(found.square_norms().sqrt()) >= truth
+
+
+@pytest.mark.parametrize("kind", ["outer", "rows", "tied"])
+def test_what_cancels_stays_within_its_l1_clip(kind):
+    """Rounding leaves more of large terms that cancel than their l1 norm shows."""
+    torch.manual_seed(0)
+    inputs = 1e8 * torch.randn(1, 4, 64)
+    inputs[:, 2], inputs[:, 3] = -(inputs[:, 0] + inputs[:, 1]), 0.7
+    index = torch.zeros(1, 4, dtype=torch.long)
+    outer = Outer(torch.empty(48, 64), inputs, torch.ones(1, 4, 48), arena=Arena())
+    rows = Rows(outer.param, index, inputs)
+    found = {"outer": outer, "rows": rows, "tied": Tied(rows, outer)}[kind]
+    weight = (1 / found.abs_sums()).clamp(max=1.0)
+    assert float(found.weighted_sum(weight).double().abs().sum()) <= 1.0
 
 
 def test_norms_of_repeated_rows_are_right():

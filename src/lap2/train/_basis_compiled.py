@@ -18,7 +18,7 @@ from lap2.train._threads import pointer, run, take
 __all__ = ["transform"]
 
 _LANES = 8
-"""Columns that one instruction works on, or few."""
+"""Columns in a vector, which is one register or a few."""
 _WIDTH = 2 * _LANES
 """Columns that are worked on at a time."""
 _VECTOR = ir.VectorType(ir.DoubleType(), _LANES)
@@ -26,7 +26,9 @@ _FIRST = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), None)
 
 _NAMES = "taken pieces next_piece rows next_row columns values before after"
 _JOB = np.dtype([(name, np.int64) for name in _NAMES.split()])
-"""One pass: which rows are a piece, whose rows are mixed with each other, and addresses."""
+"""One pass. The rows of a piece are mixed with each other: how many there are, and how many rows
+further the next of them and the next piece are. And addresses.
+"""
 
 
 def _place(builder, address, offset):
@@ -152,7 +154,10 @@ def transform(values, before, after, threads):
     count, columns = values.shape
     near = 1 << ((count.bit_length() - 1) // 2)
     far = count // near
-    none = torch.ones_like(before)
-    address, first, last, ones = (t.data_ptr() for t in (values, before, after, none))
-    run(_work, (far, near, near, 1, columns, address, first, ones), threads)
-    run(_work, (near, 1, far, near, columns, address, ones, last), threads)
+    ones = torch.ones_like(before)
+    for pieces, *rows, first, last in (
+        (far, near, near, 1, before, ones),
+        (near, 1, far, near, ones, after),
+    ):
+        addresses = (t.data_ptr() for t in (values, first, last))
+        run(_work, pieces, (*rows, columns, *addresses), threads)

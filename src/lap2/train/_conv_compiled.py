@@ -73,12 +73,12 @@ def _tile(typing_context, inputs, vectors, grads, image, values, sizes):  # noqa
         def after(address, steps, size):
             return builder.gep(address, [builder.mul(steps, size)])
 
-        def pointer(address, offset, kind):
+        def at(address, offset, kind):
             moved = builder.gep(address, [ir.Constant(_SIZE, offset)])
             return builder.bitcast(moved, kind.as_pointer())
 
         def vectors_at(address):
-            return [pointer(address, 4 * LANES * v, _VECTOR) for v in range(width)]
+            return [at(address, 4 * LANES * v, _VECTOR) for v in range(width)]
 
         sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(width)] for _ in range(count)]
         for total in reduce(operator.add, sums):
@@ -91,7 +91,7 @@ def _tile(typing_context, inputs, vectors, grads, image, values, sizes):  # noqa
                 pixel = after(first_pixel, right.index, image_column)
                 factors = [builder.load(place, align=4) for place in vectors_at(grad)]
                 for i in range(count):
-                    number = builder.load(pointer(pixel, 4 * i, _FLOAT), align=4)
+                    number = builder.load(at(pixel, 4 * i, _FLOAT), align=4)
                     first = builder.insert_element(_ANY, number, ir.IntType(32)(0))
                     everywhere = builder.shuffle_vector(first, _ANY, _FIRST)
                     for total, factor in zip(sums[i], factors, strict=True):
@@ -110,9 +110,9 @@ def _tile(typing_context, inputs, vectors, grads, image, values, sizes):  # noqa
 
 @intrinsic
 def _square_norm(typing_context, values, size):  # noqa: ARG001 - numba's calling convention
-    """Of ``size`` numbers, a multiple of :data:`LANES`, from an address on.
+    """Squared norm of ``size`` numbers, a multiple of :data:`LANES`, from an address on.
 
-    In float64, where squares neither vanish nor overflow, and in many sums at once.
+    In float64, where squares of float32 neither vanish nor overflow, and in many sums at once.
     """
     signature = types.float64(types.intp, types.intp)
 
@@ -154,9 +154,9 @@ def _work(address):
     job = numba.carray(address, 1, _JOB)[0]
     size = job.kernel_rows * job.kernel_columns * job.inputs * job.outputs
     squares = numba.carray(pointer(job.squares), job.batch, np.float64)
-    run, kernel_columns = job.inputs, job.kernel_columns
-    if job.right == 4 * run:  # the inputs of a line of the kernel follow each other in memory
-        run, kernel_columns = run * kernel_columns, 1
+    line, kernel_columns = job.inputs, job.kernel_columns
+    if job.right == 4 * line:  # the inputs of a line of the kernel follow each other in memory
+        line, kernel_columns = line * kernel_columns, 1
     some = max(1, _POSITIONS // job.columns)
     step = 4 * job.outputs
     example = take(address)
@@ -182,7 +182,7 @@ def _work(address):
                 for y in range(job.kernel_rows):
                     for x in range(kernel_columns):
                         pixel = image + y * job.down + x * job.right
-                        left = run
+                        left = line
                         while left > 0:
                             if two and left >= 4:
                                 _tile(4, 2, grad, pixel, value, sizes)
@@ -217,9 +217,10 @@ def form(windows, grads, values, squares, threads):
         squares: (batch,) in float64, contiguous: the squared norms are written here.
         threads: how many to use.
     """
-    fields = (*windows.shape, grads.shape[3], windows.data_ptr(), *_steps(windows)[:5])
+    batch, *sizes = windows.shape
+    fields = (*sizes, grads.shape[3], windows.data_ptr(), *_steps(windows)[:5])
     fields += (grads.data_ptr(), *_steps(grads)[:3], values.data_ptr(), squares.data_ptr())
-    run(_work, fields, threads)
+    run(_work, batch, fields, threads)
 
 
 def _steps(tensor):

@@ -1,6 +1,9 @@
 """Compiled work on torch's own threads; importing it needs numba.
 
 While torch's threads wait for torch, which they do busily, others would find no processor.
+
+numba keeps what it compiled by the date of the kernel's own file: who changes :func:`take` or
+:func:`pointer` must touch the kernels too.
 """
 
 # pyright: basic
@@ -52,17 +55,23 @@ def _openmp():
 _PARALLEL = _openmp()
 
 
-def run(work, fields: tuple[int, ...], threads: int) -> None:
+def run(work, pieces: int, fields: tuple[int, ...], threads: int) -> None:
     """Let several threads work on a job until nothing of it is left to :func:`take`.
 
     Args:
         work: a compiled function of the address of a job: a record of integers of 64 bits, the
             first of which counts what was taken.
-        fields: all but the first.
+        pieces: how many there are to take: the second field.
+        fields: the others.
         threads: how many.
+
+    Raises:
+        MemoryError: not all was taken. (Compiled work cannot raise: numba only prints.)
     """
-    job = np.array((0, *fields))
+    job = np.array((0, pieces, *fields), dtype=np.int64)
     if threads > 1 and _PARALLEL is not None:
         _PARALLEL(work.address, job.ctypes.data, threads, 0)
     else:
         work.ctypes(job.ctypes.data)
+    if job[0] < pieces:
+        raise MemoryError(f"compiled work stopped after {job[0]} of {pieces} pieces")

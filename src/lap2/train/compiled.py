@@ -9,8 +9,12 @@ __all__ = ["kernel"]
 
 @lru_cache
 def kernel(name: str) -> ModuleType | None:
-    """The compiled module of this name; None where it cannot be had."""
+    """The compiled module of this name.
+
+    None where it cannot be had: without numba, or where its compiler does not load or has no folder
+    to keep its work in.
+    """
     try:
         return importlib.import_module(f"lap2.train._{name}_compiled")
-    except ImportError:
+    except (ImportError, OSError, RuntimeError):
         return None

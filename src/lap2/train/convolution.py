@@ -86,20 +86,21 @@ def _form(windows: Tensor, grads: Tensor, values: Tensor, arena: Arena) -> None:
 
 
 def _form_compiled(windows: Tensor, grads: Tensor, values: Tensor) -> Tensor | None:
-    """As :func:`_form`, by as many threads as torch uses; None if this cannot be compiled.
+    """As :func:`_form`, by as many threads as torch uses, with the norms of what it wrote.
 
     Returns:
-        The squared norm of each example's values, taken while these are in the cache.
+        The squared norm of each example's values, taken while these are in the cache. None if this
+        cannot be compiled; then nothing was written.
     """
     compiled, outputs = kernel("conv"), grads.shape[3]
     if compiled is None or windows.device.type != "cpu":
         return None
-    if windows.dtype != torch.float32 or grads.dtype != torch.float32:
+    if any(t.dtype != torch.float32 or t.is_neg() for t in (windows, grads, values)):
         return None
-    if outputs % compiled.LANES:
+    if outputs % compiled.LANES or not values.is_contiguous():
         return None
     grads = grads if grads.stride(3) == 1 else grads.contiguous()
-    squares = torch.empty(len(values), dtype=torch.float64)
+    squares = values.new_empty(len(values), dtype=torch.float64)
     threads = torch.get_num_threads() if windows.numel() * outputs > _WORTH_THREADS else 1
     compiled.form(windows, grads, values, squares, threads)
     return squares.float()

@@ -21,8 +21,10 @@ __all__ = ["Dense", "Outer", "PerExample", "Rows", "Tied", "best_formed", "summe
 _LARGEST = 1 << 29
 """Explicit gradients of more numbers than this (2 GB in float32) are refused."""
 
-_LONG_ROW = 1 << 13
-"""torch's vector_norm, which needs no temporary, adds one by one: too inexact for longer rows."""
+_LONG_ROW = 1 << 11
+"""torch's vector_norm, which needs no temporary, adds numbers that follow each other in four lanes
+or more: of n it may lose ``n / 4`` units, ``2^-25`` each, and of a product's two factors both may.
+"""
 
 _CACHED = 1 << 18
 """Numbers of gradients that are formed at a time, if each is needed once."""
@@ -125,7 +127,7 @@ class Outer:
         _, positions, width = inputs.shape
         self._ghost = not best_formed(positions, width, grads.shape[2])
         self._values: Tensor | None = None
-        self._terms: Tensor | None = None  # norms of g_t a_t^T
+        self._terms: Tensor | None = None
         if positions == 1 or self._ghost:  # where the factors are squared, not their product
             self._a, self._g, self._terms = _balanced(inputs, grads)
 
@@ -144,6 +146,7 @@ class Outer:
         return self._term_norms().sum(dim=1)
 
     def _term_norms(self) -> Tensor:
+        """Norms of ``g_t a_t^T``."""
         return _norms(self._a) * _norms(self._g) if self._terms is None else self._terms
 
     def abs_sums(self) -> Tensor:
@@ -158,7 +161,13 @@ class Outer:
         held = self._a.new_empty((count, *shape[1:]))
         pieces = zip(self._g.mT.split(count), self._a.split(count), strict=True)
         formed = (torch.bmm(g, a, out=held[: len(g)]) for g, a in pieces)
-        return torch.cat([values.abs_().sum(dim=(1, 2)) for values in formed])
+        sums = torch.cat([values.abs_().sum(dim=(1, 2)) for values in formed])
+        return sums + self.hidden()
+
+    def hidden(self) -> Tensor:
+        """How much rounding may add to each example's l1 norm, where terms cancel."""
+        terms = self._a.abs().sum(dim=2) * self._g.abs().sum(dim=2)
+        return _hidden(terms)
 
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
@@ -226,7 +235,11 @@ class Rows:
 
     def abs_sums(self) -> Tensor:
         """See :class:`PerExample`."""
-        return self.explicit().abs().sum(dim=(1, 2))
+        return self.explicit().abs().sum(dim=(1, 2)) + self.hidden()
+
+    def hidden(self) -> Tensor:
+        """How much rounding may add to each example's l1 norm, where terms cancel."""
+        return _hidden(self._g.abs().sum(dim=2))
 
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
@@ -269,7 +282,8 @@ class Tied:
 
     def abs_sums(self) -> Tensor:
         """See :class:`PerExample`."""
-        return self.explicit().abs().sum(dim=(1, 2))
+        formed = self.explicit().abs().sum(dim=(1, 2))
+        return formed + 2 * (self._rows.hidden() + self._outer.hidden())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`PerExample`."""
@@ -333,9 +347,9 @@ def _shaped(values: Tensor, param: Tensor, order: Order) -> Tensor:
 
 def _norms(values: Tensor) -> Tensor:
     """Of the vectors along the last dimension."""
-    if values.shape[-1] > _LONG_ROW:
-        return (values * values).sum(dim=-1).sqrt()  # in pairs, and so loses no digits
-    return torch.linalg.vector_norm(values, dim=-1)
+    if values.shape[-1] <= _LONG_ROW and values.stride(-1) == 1:
+        return torch.linalg.vector_norm(values, dim=-1)
+    return (values * values).sum(dim=-1).sqrt()  # in pairs, and so loses no digits
 
 
 def _balanced(inputs: Tensor, grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -357,7 +371,7 @@ def _balanced(inputs: Tensor, grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _shift(inputs: Tensor, grads: Tensor) -> Tensor:
-    """The powers of two that :func:`_balanced` moves; zero where numbers are ordinary."""
+    """The powers of two that :func:`_balanced` moves: none where numbers are ordinary or zero."""
     if not inputs.numel() or not grads.numel():
         return torch.zeros((*inputs.shape[:2], 1), dtype=torch.int32, device=inputs.device)
     a, g = (_largest(t) for t in (inputs, grads))
@@ -374,9 +388,19 @@ def _largest(tensor: Tensor) -> Tensor:
 def _rounded_up(squares: Tensor, lengths: Tensor) -> Tensor:
     """Squared norms made of terms that may cancel, plus what rounding may have hidden.
 
-    That is bounded by the square of the terms' absolute sum, ``lengths``, times a few units.
+    That is bounded by the square of the terms' absolute sum, ``lengths``, times a few units. What
+    overflowed on the way is infinite, not zero.
     """
-    return squares.clamp_min(0.0) + 8 * torch.finfo(squares.dtype).eps * lengths * lengths
+    squares = torch.where(squares.isfinite(), squares.clamp_min(0.0), math.inf)
+    return squares + 8 * torch.finfo(squares.dtype).eps * lengths * lengths
+
+
+def _hidden(terms: Tensor) -> Tensor:
+    """What rounding may add to the sum of each row's terms, given their sizes.
+
+    Each addition errs by half a unit of what there is so far, both in the norm and in the sum.
+    """
+    return terms.shape[1] * torch.finfo(terms.dtype).eps * terms.sum(dim=1)
 
 
 def _refuse_huge(shape: tuple[int, ...]) -> None:

@@ -28,6 +28,7 @@ from lap2.train.layers import (
     projection_gradients,
     trains,
 )
+from lap2.train.precision import full_precision
 from lap2.train.records import Record, Tap, batch_size
 from lap2.train.verify import (
     REENTRANT,
@@ -316,7 +317,8 @@ class Recorder:
 
     def _receive(self, record: Record, grad: Tensor) -> None:
         if not self._verifier.running:
-            record.keep(grad)
+            with full_precision():
+                record.keep(grad)
 
 
 def _copy_gradient(param: Tensor, grad: Tensor) -> list[PerExample]:

@@ -20,6 +20,7 @@ from lap2.train.checkpoint import Journal
 from lap2.train.denoise import Denoiser
 from lap2.train.distributed import World, refuse_wrapped
 from lap2.train.poisson import PoissonLoader
+from lap2.train.precision import full_precision
 from lap2.train.recorder import BookkeepingError, Recorded, Recorder
 from lap2.train.rotate import gather, spread, spread_size
 
@@ -248,7 +249,8 @@ class PrivateStep:
         if loader is not None and loader.batches_begun != self._batch_id:
             self._sums.clear()  # of a batch that was given up before its end
             self._batch_id = loader.batches_begun
-        recorded = self._recorder.collect(loss_reduction=self._reduction)
+        with full_precision():
+            recorded = self._recorder.collect(loss_reduction=self._reduction)
         if loader is not None and recorded.batch and recorded.batch != loader.piece_size:
             raise BookkeepingError(
                 "a step must be taken on the batch that the loader yielded, of "
@@ -257,7 +259,8 @@ class PrivateStep:
         if loader is not None:
             self._last_piece = loader.pieces_begun
         if recorded.batch:
-            self._accumulate(recorded)
+            with full_precision():
+                self._accumulate(recorded)
         del recorded  # and the activations it holds, before the noise needs memory
         if loader is not None and not loader.ends_batch:
             return False
