@@ -283,6 +283,7 @@ class Tied:
     def abs_sums(self) -> Tensor:
         """See :class:`PerExample`."""
         formed = self.explicit().abs().sum(dim=(1, 2))
+        # Twice: adding both parts errs by no more than adding up each.
         return formed + 2 * (self._rows.hidden() + self._outer.hidden())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
