@@ -67,7 +67,7 @@ def test_the_kernel_forms_what_products_do(module, batch, size, threads, monkeyp
 
 
 def test_without_openmp_one_thread_does_it_all(monkeypatch):
-    monkeypatch.setattr(_threads, "_PARALLEL", None)
+    monkeypatch.setattr(_threads, "_OPENMP", None)
     monkeypatch.setattr(convolution, "_WORTH_THREADS", 0)
     module = nn.Conv2d(3, 8, 3)
     values, expected = formed(module, *example(module, 9, (8, 8)))

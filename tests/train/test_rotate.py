@@ -84,7 +84,7 @@ def test_it_is_an_orthonormal_matrix():
 @pytest.mark.parametrize("size", [32, *SIZES[4:], 1_500_003])
 def test_compiled_it_is_the_same(size, threads, monkeypatch):
     pytest.importorskip("numba")
-    assert module._turn_compiled(torch.zeros(4, 3, dtype=torch.float64), False)
+    assert module._turn_compiled(torch.zeros(4, 3, dtype=torch.float64), 1.0, False)
     vector, ways, back = torch.randn(size), [], []
     monkeypatch.setattr(module, "_WORTH_THREADS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lap2.train._threads import pointer, run, take
+from lap2.train._threads import finish, job_type, pointer, run, share
 
 __all__ = ["transform"]
 
@@ -24,8 +24,7 @@ _WIDTH = 2 * _LANES
 _VECTOR = ir.VectorType(ir.DoubleType(), _LANES)
 _FIRST = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), None)
 
-_NAMES = "taken pieces next_piece rows next_row columns values before after"
-_JOB = np.dtype([(name, np.int64) for name in _NAMES.split()])
+_JOB = job_type("next_piece rows next_row columns values before after")
 """One pass. The rows of a piece are mixed with each other: how many there are, and how many rows
 further the next of them and the next piece are. And addresses.
 """
@@ -36,22 +35,23 @@ def _place(builder, address, offset):
     return builder.inttoptr(builder.add(address, offset), _VECTOR.as_pointer())
 
 
-@intrinsic
-def _move(typing_context, source, target, weight):  # noqa: ARG001 - numba's calling convention
-    """Write :data:`_WIDTH` numbers times a weight to another address."""
+@intrinsic(prefer_literal=True)
+def _move(typing_context, count, source, target, weight):  # noqa: ARG001 - numba's convention
+    """Write ``count`` numbers, a multiple of :data:`_LANES`, times a weight to another address."""
+    numbers = count.literal_value
 
     def generate(context, builder, _signature, arguments):
-        source, target, weight = arguments
+        _, source, target, weight = arguments
         nothing = ir.Constant(_VECTOR, ir.Undefined)
         first = builder.insert_element(nothing, weight, ir.IntType(32)(0))
         weights = builder.shuffle_vector(first, nothing, _FIRST)
-        for start in range(0, 8 * _WIDTH, 8 * _LANES):
+        for start in range(0, 8 * numbers, 8 * _LANES):
             offset = source.type(start)
-            numbers = builder.load(_place(builder, source, offset), align=8)
-            builder.store(builder.fmul(numbers, weights), _place(builder, target, offset), align=8)
+            vector = builder.load(_place(builder, source, offset), align=8)
+            builder.store(builder.fmul(vector, weights), _place(builder, target, offset), align=8)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.float64), generate
+    return types.void(count, types.intp, types.intp, types.float64), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -110,7 +110,7 @@ def _mix(tile, rows):
 
 @numba.cfunc(types.void(types.voidptr), cache=True)
 def _work(address):
-    """Mix the rows of one piece after the other, until all are taken."""
+    """Mix the rows of one piece after the other, as many as are this thread's."""
     job = numba.carray(address, 1, _JOB)[0]
     count, columns = job.pieces * job.rows, job.columns
     before = numba.carray(pointer(job.before), count, np.float64)
@@ -118,28 +118,36 @@ def _work(address):
     values = numba.carray(pointer(job.values), (count, columns), np.float64)
     tile = np.zeros((job.rows, _WIDTH))
     first = tile.ctypes.data
-    piece = take(address)
-    while piece < job.pieces:
+    begin, end = share(job)
+    for piece in range(begin, end):
         for start in range(0, columns, _WIDTH):
             rest = columns - start
             for i in range(job.rows):
                 row = piece * job.next_piece + i * job.next_row
+                place, held = job.values + 8 * (row * columns + start), first + 8 * i * _WIDTH
+                done = 0
                 if rest >= _WIDTH:
-                    place = job.values + 8 * (row * columns + start)
-                    _move(place, first + 8 * i * _WIDTH, before[row])
-                else:
-                    for j in range(rest):
-                        tile[i, j] = values[row, start + j] * before[row]
+                    _move(_WIDTH, place, held, before[row])
+                    done = rest
+                elif rest >= _LANES:
+                    _move(_LANES, place, held, before[row])
+                    done = _LANES
+                for j in range(done, rest):
+                    tile[i, j] = values[row, start + j] * before[row]
             _mix(first, job.rows)
             for i in range(job.rows):
                 row = piece * job.next_piece + i * job.next_row
+                place, held = job.values + 8 * (row * columns + start), first + 8 * i * _WIDTH
+                done = 0
                 if rest >= _WIDTH:
-                    place = job.values + 8 * (row * columns + start)
-                    _move(first + 8 * i * _WIDTH, place, after[row])
-                else:
-                    for j in range(rest):
-                        values[row, start + j] = tile[i, j] * after[row]
-        piece = take(address)
+                    _move(_WIDTH, held, place, after[row])
+                    done = rest
+                elif rest >= _LANES:
+                    _move(_LANES, held, place, after[row])
+                    done = _LANES
+                for j in range(done, rest):
+                    values[row, start + j] = tile[i, j] * after[row]
+    finish(address, end - begin)
 
 
 def transform(values, before, after, threads):

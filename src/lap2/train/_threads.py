@@ -2,33 +2,60 @@
 
 While torch's threads wait for torch, which they do busily, others would find no processor.
 
-numba keeps what it compiled by the date of the kernel's own file: who changes :func:`take` or
-:func:`pointer` must touch the kernels too.
+numba keeps what it compiled by the date of the kernel's own file: who changes what is compiled here
+must touch the kernels too.
 """
 
-# pyright: basic
+# pyright: basic, reportCallIssue=false
 
 import ctypes
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["pointer", "run", "take"]
+__all__ = ["finish", "job_type", "pointer", "run", "share"]
 
 _SIZE = ir.IntType(64)
 
 
 @intrinsic
-def take(typing_context, job):  # noqa: ARG001 - numba's calling convention
-    """The number of a piece that no one else has: the first field of a job, which it counts."""
+def _called(typing_context, address):  # noqa: ARG001 - numba's calling convention
+    """What the function at an address returns."""
 
     def generate(_context, builder, _signature, arguments):
-        place = builder.bitcast(arguments[0], _SIZE.as_pointer())
-        return builder.atomic_rmw("add", place, ir.Constant(_SIZE, 1), "monotonic")
+        kind = ir.FunctionType(ir.IntType(32), ())
+        result = builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), ())
+        return builder.sext(result, _SIZE)
 
-    return types.int64(types.voidptr), generate
+    return types.int64(types.int64), generate
+
+
+@numba.njit
+def share(job):
+    """The first piece that this thread is to do, and the first that it is not.
+
+    Always the same thread does the same pieces, as in torch's own work, so that what it needs is in
+    its own processor's cache.
+    """
+    if job.thread == 0:
+        return 0, job.pieces
+    number, threads = _called(job.thread), _called(job.threads)
+    return number * job.pieces // threads, (number + 1) * job.pieces // threads
+
+
+@intrinsic
+def finish(typing_context, address, pieces):  # noqa: ARG001 - numba's calling convention
+    """Count the pieces that this thread has done: in the first field of a job."""
+
+    def generate(context, builder, _signature, arguments):
+        place = builder.bitcast(arguments[0], _SIZE.as_pointer())
+        builder.atomic_rmw("add", place, arguments[1], "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(types.voidptr, types.int64), generate
 
 
 @intrinsic
@@ -42,36 +69,50 @@ def pointer(typing_context, address):  # noqa: ARG001 - numba's calling conventi
 
 
 def _openmp():
-    """OpenMP's entry point, if the process has it; torch's threads are OpenMP's."""
+    """OpenMP's entry points, if the process has it; torch's threads are OpenMP's."""
     try:
-        found = ctypes.CDLL(None).GOMP_parallel
+        library = ctypes.CDLL(None)
+        start = library.GOMP_parallel
+        asked = [library.omp_get_thread_num, library.omp_get_num_threads]
     except (AttributeError, OSError, TypeError):
         return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    found.restype = None
-    return found
+    start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    start.restype = None
+    return start, *(ctypes.cast(f, ctypes.c_void_p).value for f in asked)
 
 
-_PARALLEL = _openmp()
+_OPENMP = _openmp()
+
+
+def job_type(names: str) -> np.dtype:
+    """The record of a job: what :func:`run` fills in, and integers of these names."""
+    return np.dtype([(name, np.int64) for name in [*_OWN, *names.split()]])
+
+
+_OWN = ("done", "pieces", "thread", "threads")
+"""How many pieces are done, how many there are, and whom to ask for a thread's number and their
+number; zero, if there is one.
+"""
 
 
 def run(work, pieces: int, fields: tuple[int, ...], threads: int) -> None:
-    """Let several threads work on a job until nothing of it is left to :func:`take`.
+    """Let several threads do a job, each its :func:`share`.
 
     Args:
-        work: a compiled function of the address of a job: a record of integers of 64 bits, the
-            first of which counts what was taken.
-        pieces: how many there are to take: the second field.
-        fields: the others.
+        work: a compiled function of the address of a job.
+        pieces: how many there are to do.
+        fields: those of its :func:`job_type` that have names of its own.
         threads: how many.
 
     Raises:
-        MemoryError: not all was taken. (Compiled work cannot raise: numba only prints.)
+        MemoryError: not all was done. (Compiled work cannot raise: numba only prints.)
     """
-    job = np.array((0, pieces, *fields), dtype=np.int64)
-    if threads > 1 and _PARALLEL is not None:
-        _PARALLEL(work.address, job.ctypes.data, threads, 0)
+    if threads > 1 and _OPENMP is not None:
+        start, *asked = _OPENMP
+        job = np.array((0, pieces, *asked, *fields), dtype=np.int64)
+        start(work.address, job.ctypes.data, threads, 0)
     else:
+        job = np.array((0, pieces, 0, 0, *fields), dtype=np.int64)
         work.ctypes(job.ctypes.data)
-    if job[0] < pieces:
+    if job[0] != pieces:
         raise MemoryError(f"compiled work stopped after {job[0]} of {pieces} pieces")

@@ -97,7 +97,7 @@ def _form_compiled(windows: Tensor, grads: Tensor, values: Tensor) -> Tensor | N
         return None
     if any(t.dtype != torch.float32 or t.is_neg() for t in (windows, grads, values)):
         return None
-    if outputs % compiled.LANES or not values.is_contiguous():
+    if outputs % compiled.MULTIPLE or not values.is_contiguous():
         return None
     grads = grads if grads.stride(3) == 1 else grads.contiguous()
     squares = values.new_empty(len(values), dtype=torch.float64)

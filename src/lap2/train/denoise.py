@@ -55,7 +55,7 @@ class Denoiser:
             return [math.inf] * len(sums)
         taus = [self.tau] * len(sums) if self.mode == "fixed" else self._choose(sums, scale)
         for tensor, tau in zip(sums, taus, strict=True):
-            tensor.clamp_(-tau * scale, tau * scale).div_(-math.expm1(-tau))
+            tensor.clamp_(-tau * scale, tau * scale).mul_(-1 / math.expm1(-tau))
         return taus
 
     def state_dict(self) -> dict[str, object]:

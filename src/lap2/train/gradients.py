@@ -29,6 +29,9 @@ or more: of n it may lose ``n / 4`` units, ``2^-25`` each, and of a product's tw
 _CACHED = 1 << 18
 """Numbers of gradients that are formed at a time, if each is needed once."""
 
+_SLICES = 8
+"""Of large gradients, for several threads."""
+
 Order = tuple[int, ...] | None
 
 
@@ -90,7 +93,7 @@ class Dense:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`PerExample`."""
-        return _shaped(weights[None].mm(self._values), self.param, self._order)[0]
+        return _shaped(_weighted(weights, self._values)[None], self.param, self._order)[0]
 
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
@@ -179,7 +182,7 @@ class Outer:
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`PerExample`."""
         if self._values is not None:
-            total = weights @ self._values.flatten(1)
+            total = _weighted(weights, self._values.flatten(1))
         else:
             weighted = (self._g * weights[:, None, None]).flatten(0, 1)
             total = weighted.mT @ self._a.flatten(0, 1)
@@ -344,6 +347,16 @@ def _shaped(values: Tensor, param: Tensor, order: Order) -> Tensor:
         return values.reshape(-1, *param.shape)
     places = [1 + order.index(dim) for dim in range(param.dim())]
     return values.reshape(-1, *(param.shape[dim] for dim in order)).permute(0, *places)
+
+
+def _weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """The sum of the rows of ``values`` under weights."""
+    batch, size = values.shape
+    if batch * size < _CACHED or size % _SLICES:
+        return weights[None].mm(values)[0]
+    # A product with one row is done by one thread, several products by all.
+    slices = values.view(batch, _SLICES, -1).transpose(0, 1)
+    return torch.bmm(weights.expand(_SLICES, 1, batch), slices).flatten()
 
 
 def _norms(values: Tensor) -> Tensor:

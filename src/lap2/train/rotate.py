@@ -29,8 +29,8 @@ _DIGIT = 5
 """The transform is a product of matrices with up to 2 to this many rows: few passes, few sums."""
 _CHUNK = 2**20
 """Coordinates that are transformed at a time, which bounds the memory needed."""
-_WORTH_THREADS = 2**13
-"""Coordinates whose transform takes much longer than to wake a thread."""
+_WORTH_THREADS = 2**16
+"""Coordinates whose transform takes longer than to have another core's cache share them."""
 
 
 def spread_size(size: int) -> int:
@@ -56,18 +56,18 @@ def spread(tensors: Sequence[Tensor]) -> Tensor:
     flat[size:] = 0.0
     for part, tensor in _parts(flat, tensors):
         part.copy_(tensor)
-    _turn(flat, size, back=False)
     times = copies(len(flat))
-    return flat if times == 1 else flat.div_(math.sqrt(times)).repeat(times)
+    _turn(flat, size, 1 / math.sqrt(times), back=False)
+    return flat if times == 1 else torch.cat([flat] * times)
 
 
-def gather(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Undo :func:`spread`: ``flat``, which is overwritten, back into the tensors."""
+def gather(flat: Tensor, tensors: Sequence[Tensor], factor: float = 1.0) -> None:
+    """Undo :func:`spread`: ``flat``, which is overwritten, times a factor into the tensors."""
     size = sum(t.numel() for t in tensors)
     times = copies(_padded(size))
     if times > 1:
-        flat = flat.view(times, -1).sum(dim=0).div_(math.sqrt(times))
-    _turn(flat, size, back=True)
+        flat = flat.view(times, -1).sum(dim=0)
+    _turn(flat, size, factor / math.sqrt(times), back=True)
     for part, tensor in _parts(flat, tensors):
         tensor.copy_(part)
 
@@ -89,23 +89,27 @@ def _block(size: int) -> int:
     return min(_BLOCK, 1 << max(0, (size // 16).bit_length() - 1))
 
 
-def _turn(flat: Tensor, size: int, *, back: bool) -> None:
-    """Into the basis, or back; in place.
+def _turn(flat: Tensor, size: int, factor: float, *, back: bool) -> None:
+    """Into the basis, or back, and multiplied; in place.
 
     The coordinates that are mixed with each other are as far apart as can be, so that they are of
     different layers.
     """
     block = _block(size)
     if block == 1:
+        flat.mul_(factor)
         return
     rows = flat.view(block, -1)
-    if not _turn_compiled(rows, back):
-        factors, signs = _basis(block, flat.device)
+    if not _turn_compiled(rows, factor, back):
+        matrices, signs = _basis(block, flat.device)
+        weights = signs * factor
         for part in rows.split(max(1, _CHUNK // block), dim=1):
-            part.copy_(_mixed(part, factors) * signs if back else _mixed(part * signs, factors))
+            part.copy_(
+                _mixed(part, matrices) * weights if back else _mixed(part * weights, matrices)
+            )
 
 
-def _turn_compiled(rows: Tensor, back: bool) -> bool:
+def _turn_compiled(rows: Tensor, factor: float, back: bool) -> bool:
     """As :func:`_turn`, by as many threads as torch uses; False if this cannot be compiled."""
     compiled = kernel("basis")
     if compiled is None or rows.device.type != "cpu" or rows.dtype != torch.float64:
@@ -113,18 +117,19 @@ def _turn_compiled(rows: Tensor, back: bool) -> bool:
     if not rows.is_contiguous():
         return False
     weights, ones = _weights(len(rows))
+    weights = weights * factor
     before, after = (ones, weights) if back else (weights, ones)
     threads = torch.get_num_threads() if rows.numel() > _WORTH_THREADS else 1
     compiled.transform(rows, before, after, threads)
     return True
 
 
-def _mixed(part: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
+def _mixed(part: Tensor, matrices: tuple[Tensor, ...]) -> Tensor:
     """The product of Hadamard matrices over the first dimension, which is its own inverse."""
     shape, before = part.shape, 1
-    for factor in factors:  # each acts on one digit of the index
-        part = factor @ part.reshape(before, len(factor), -1)
-        before *= len(factor)
+    for matrix in matrices:  # each acts on one digit of the index
+        part = matrix @ part.reshape(before, len(matrix), -1)
+        before *= len(matrix)
     return part.reshape(shape)
 
 

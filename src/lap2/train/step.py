@@ -105,13 +105,13 @@ class ReleasePlan:
         sums.clear()
         return released
 
-    def restore(self, released: list[Tensor]) -> list[Tensor]:
-        """What became of :meth:`prepare`'s result, by parameter."""
+    def restore(self, released: list[Tensor], factor: float) -> list[Tensor]:
+        """What became of :meth:`prepare`'s result, by parameter, times a factor."""
         if not self.rotated:
-            return released
+            return [part.mul_(factor) for part in released]
         sums = [[torch.empty_like(p, dtype=_wide(p)) for p in group] for group in self.groups]
         for flat, part in zip(released, sums, strict=True):
-            gather(flat, part)
+            gather(flat, part, factor)
         return [total for part in sums for total in part]
 
     @property
@@ -299,9 +299,8 @@ class PrivateStep:
             release, lambda part: self.sampler.add(part, self.scale), sliced=self.sampler.is_secure
         )
         self.taus = self.denoiser(release, self.scale)
-        for part in release:
-            part.div_(self.divisor)
-        for param, mean in zip(self._params, self._plan.restore(release), strict=True):
+        means = self._plan.restore(release, 1 / self.divisor)
+        for param, mean in zip(self._params, means, strict=True):
             param.grad = mean.to(param.dtype)
         if self.loader is not None:
             self.loader.position += 1
