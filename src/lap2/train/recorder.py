@@ -28,6 +28,7 @@ from lap2.train.layers import (
     projection_gradients,
     trains,
 )
+from lap2.train.pooling import is_pooling, max_pool2d
 from lap2.train.precision import full_precision
 from lap2.train.records import Record, Tap, batch_size
 from lap2.train.verify import (
@@ -104,6 +105,9 @@ class Recorder:
             if is_attention(module):
                 module.forward = partial(self._attend, module)
                 self._rewritten.append(module)
+        for module in filter(is_pooling, model.modules()):
+            module.forward = partial(max_pool2d, module)
+            self._rewritten.append(module)
         # Last, because the model itself may be a unit.
         end = model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
         self._handles.append(end)

@@ -1,0 +1,188 @@
+"""The compiled kernels of max pooling; importing it needs numba.
+
+torch remembers the place of every maximum in 64 bits, twice the size of the maxima themselves. Here
+it is one byte.
+"""
+
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lap2.train._threads import finish, job_type, pointer, run, share
+
+__all__ = ["MULTIPLE", "backward", "forward"]
+
+MULTIPLE = 8
+"""The number of channels must be a multiple of this."""
+
+_JOB = job_type("""
+    rows columns channels out_rows out_columns
+    kernel_rows kernel_columns down right inputs outputs places
+""")
+"""What there is to do: sizes, strides, and addresses."""
+
+_SIZE, _BYTE, _INDEX = ir.IntType(64), ir.IntType(8), ir.IntType(32)
+_FLOATS, _BYTES = (ir.VectorType(kind, MULTIPLE) for kind in (ir.FloatType(), _BYTE))
+_FIRST = ir.Constant(ir.VectorType(_INDEX, MULTIPLE), None)
+
+
+def _run(typing_context, inputs, outputs, places, count, taps):  # noqa: ARG001, PLR0917 - numba's
+    """What :func:`_maxima` and :func:`_passed` have in common: their signature."""
+    return types.void(*4 * (types.intp,), types.UniTuple(types.intp, 4))
+
+
+def _vectors(builder, arguments):
+    """For each vector of a run: where it is, of inputs, outputs and places."""
+    inputs, outputs, places, count, _ = arguments
+    with cgutils.for_range(builder, builder.udiv(count, _SIZE(MULTIPLE))) as loop:
+        byte = builder.mul(loop.index, _SIZE(MULTIPLE))
+        number = builder.mul(byte, _SIZE(4))
+        yield (
+            builder.add(inputs, number),
+            builder.inttoptr(builder.add(outputs, number), _FLOATS.as_pointer()),
+            builder.inttoptr(builder.add(places, byte), _BYTES.as_pointer()),
+        )
+
+
+def _taps(builder, arguments, first):
+    """For each place of a window: its number, in every lane, and where its vector is."""
+    rows, columns, row, column = (builder.extract_value(arguments[4], i) for i in range(4))
+    with cgutils.for_range(builder, rows) as down:
+        line = builder.add(first, builder.mul(down.index, row))
+        with cgutils.for_range(builder, columns) as right:
+            number = builder.add(builder.mul(down.index, columns), right.index)
+            lane = ir.Constant(_BYTES, ir.Undefined)
+            lane = builder.insert_element(lane, builder.trunc(number, _BYTE), _INDEX(0))
+            place = builder.add(line, builder.mul(right.index, column))
+            yield (
+                builder.shuffle_vector(lane, lane, _FIRST),
+                builder.inttoptr(place, _FLOATS.as_pointer()),
+            )
+
+
+@intrinsic
+def _maxima(typing_context, inputs, outputs, places, count, taps):  # noqa: PLR0917 - numba's
+    """Write the maxima of a run of windows, and where in each the first of them is.
+
+    As torch has it: what is not a number is larger than all.
+
+    Args:
+        typing_context: numba's.
+        inputs: address of the first number of the first window.
+        outputs: address of the first maximum.
+        places: address of the first place.
+        count: how many maxima, which follow each other as their windows' first numbers do.
+        taps: rows and columns of a window; how many bytes further the next row and column are.
+    """
+
+    def generate(context, builder, _signature, arguments):
+        best = cgutils.alloca_once(builder, _FLOATS)
+        where = cgutils.alloca_once(builder, _BYTES)
+        for first, output, place in _vectors(builder, arguments):
+            source = builder.inttoptr(first, _FLOATS.as_pointer())
+            builder.store(builder.load(source, align=4), best)
+            builder.store(ir.Constant(_BYTES, None), where)
+            for tap, address in _taps(builder, arguments, first):
+                value, before = builder.load(address, align=4), builder.load(best)
+                larger = builder.fcmp_ordered(">", value, before)
+                larger = builder.or_(larger, builder.fcmp_unordered("uno", value, value))
+                builder.store(builder.select(larger, value, before), best)
+                builder.store(builder.select(larger, tap, builder.load(where)), where)
+            builder.store(builder.load(best), output, align=4)
+            builder.store(builder.load(where), place, align=1)
+        return context.get_dummy_value()
+
+    return _run(typing_context, inputs, outputs, places, count, taps), generate
+
+
+@intrinsic
+def _passed(typing_context, inputs, outputs, places, count, taps):  # noqa: PLR0917 - numba's
+    """Add the gradients of a run of maxima to those of where they are. See :func:`_maxima`."""
+
+    def generate(context, builder, _signature, arguments):
+        for first, output, place in _vectors(builder, arguments):
+            grad, where = builder.load(output, align=4), builder.load(place, align=1)
+            for tap, address in _taps(builder, arguments, first):
+                here = builder.icmp_unsigned("==", where, tap)
+                passed = builder.select(here, grad, ir.Constant(_FLOATS, None))
+                builder.store(
+                    builder.fadd(builder.load(address, align=4), passed), address, align=4
+                )
+        return context.get_dummy_value()
+
+    return _run(typing_context, inputs, outputs, places, count, taps), generate
+
+
+@numba.njit
+def _runs(job, example):
+    """Of every run of windows of an example: addresses, how many numbers, and the taps."""
+    taps = (
+        job.kernel_rows,
+        job.kernel_columns,
+        4 * job.columns * job.channels,
+        4 * job.channels,
+    )
+    runs, count = job.out_columns, job.channels
+    if job.right == 1:  # neighbours in a row follow each other in memory
+        runs, count = 1, count * runs
+    for y in range(job.out_rows):
+        for x in range(runs):
+            first = (example * job.rows + y * job.down) * job.columns + x * job.right
+            result = (example * job.out_rows + y) * job.out_columns + x
+            inputs = job.inputs + 4 * first * job.channels
+            outputs = job.outputs + 4 * result * job.channels
+            yield inputs, outputs, job.places + result * job.channels, count, taps
+
+
+@numba.cfunc(types.void(types.voidptr), cache=True)
+def _forward(address):
+    """The maxima of one example after the other, as many as are this thread's."""
+    job = numba.carray(address, 1, _JOB)[0]
+    first, last = share(job)
+    for example in range(first, last):
+        for inputs, outputs, places, count, taps in _runs(job, example):
+            _maxima(inputs, outputs, places, count, taps)
+    finish(address, last - first)
+
+
+@numba.cfunc(types.void(types.voidptr), cache=True)
+def _backward(address):
+    """The gradients of one example after the other, as many as are this thread's."""
+    job = numba.carray(address, 1, _JOB)[0]
+    shape = (job.pieces, job.rows * job.columns * job.channels)
+    grads = numba.carray(pointer(job.inputs), shape, np.float32)
+    first, last = share(job)
+    for example in range(first, last):
+        grads[example] = 0.0
+        for inputs, outputs, places, count, taps in _runs(job, example):
+            _passed(inputs, outputs, places, count, taps)
+    finish(address, last - first)
+
+
+def forward(inputs, outputs, places, window, threads):
+    """Write maxima to ``outputs``, and where in its window each is to ``places``.
+
+    Args:
+        inputs: (batch, rows, columns, channels) in float32, contiguous, as are all.
+        outputs: (batch, out_rows, out_columns, channels) in float32.
+        places: likewise, in uint8.
+        window: its rows and columns, at most 256 places together; how many rows and columns further
+            the next is.
+        threads: how many to use.
+    """
+    run(_forward, len(inputs), _fields(inputs, outputs, places, window), threads)
+
+
+def backward(inputs, outputs, places, window, threads):
+    """Write the gradients of ``inputs``, given those of maxima in ``outputs``. See above."""
+    run(_backward, len(inputs), _fields(inputs, outputs, places, window), threads)
+
+
+def _fields(inputs, outputs, places, window):
+    addresses = (t.data_ptr() for t in (inputs, outputs, places))
+    return (*inputs.shape[1:], *outputs.shape[1:3], *window, *addresses)
