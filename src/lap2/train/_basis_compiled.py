@@ -108,14 +108,29 @@ def _mix(tile, rows):
         step *= together
 
 
+@numba.njit
+def _copy(source, target, count, weight):
+    """Write ``count`` numbers, but at most :data:`_WIDTH`, times a weight to another address."""
+    if count >= _WIDTH:
+        _move(_WIDTH, source, target, weight)
+        return
+    first = 0
+    if count >= _LANES:
+        _move(_LANES, source, target, weight)
+        first = _LANES
+    numbers = numba.carray(pointer(source), count, np.float64)
+    result = numba.carray(pointer(target), count, np.float64)
+    for i in range(first, count):
+        result[i] = numbers[i] * weight
+
+
 @numba.cfunc(types.void(types.voidptr), cache=True)
 def _work(address):
     """Mix the rows of one piece after the other, as many as are this thread's."""
     job = numba.carray(address, 1, _JOB)[0]
-    count, columns = job.pieces * job.rows, job.columns
-    before = numba.carray(pointer(job.before), count, np.float64)
-    after = numba.carray(pointer(job.after), count, np.float64)
-    values = numba.carray(pointer(job.values), (count, columns), np.float64)
+    columns = job.columns
+    before = numba.carray(pointer(job.before), job.pieces * job.rows, np.float64)
+    after = numba.carray(pointer(job.after), job.pieces * job.rows, np.float64)
     tile = np.zeros((job.rows, _WIDTH))
     first = tile.ctypes.data
     begin, end = share(job)
@@ -124,29 +139,13 @@ def _work(address):
             rest = columns - start
             for i in range(job.rows):
                 row = piece * job.next_piece + i * job.next_row
-                place, held = job.values + 8 * (row * columns + start), first + 8 * i * _WIDTH
-                done = 0
-                if rest >= _WIDTH:
-                    _move(_WIDTH, place, held, before[row])
-                    done = rest
-                elif rest >= _LANES:
-                    _move(_LANES, place, held, before[row])
-                    done = _LANES
-                for j in range(done, rest):
-                    tile[i, j] = values[row, start + j] * before[row]
+                place = job.values + 8 * (row * columns + start)
+                _copy(place, first + 8 * i * _WIDTH, rest, before[row])
             _mix(first, job.rows)
             for i in range(job.rows):
                 row = piece * job.next_piece + i * job.next_row
-                place, held = job.values + 8 * (row * columns + start), first + 8 * i * _WIDTH
-                done = 0
-                if rest >= _WIDTH:
-                    _move(_WIDTH, held, place, after[row])
-                    done = rest
-                elif rest >= _LANES:
-                    _move(_LANES, held, place, after[row])
-                    done = _LANES
-                for j in range(done, rest):
-                    values[row, start + j] = tile[i, j] * after[row]
+                place = job.values + 8 * (row * columns + start)
+                _copy(first + 8 * i * _WIDTH, place, rest, after[row])
     finish(address, end - begin)
 
 

@@ -6,6 +6,8 @@ it is one byte.
 
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 
+from contextlib import contextmanager
+
 import numba
 import numpy as np
 from llvmlite import ir
@@ -31,13 +33,12 @@ _FLOATS, _BYTES = (ir.VectorType(kind, MULTIPLE) for kind in (ir.FloatType(), _B
 _FIRST = ir.Constant(ir.VectorType(_INDEX, MULTIPLE), None)
 
 
-def _run(typing_context, inputs, outputs, places, count, taps):  # noqa: ARG001, PLR0917 - numba's
-    """What :func:`_maxima` and :func:`_passed` have in common: their signature."""
-    return types.void(*4 * (types.intp,), types.UniTuple(types.intp, 4))
+_SIGNATURE = types.void(*4 * (types.intp,), types.UniTuple(types.intp, 4))
 
 
-def _vectors(builder, arguments):
-    """For each vector of a run: where it is, of inputs, outputs and places."""
+@contextmanager
+def _each_vector(builder, arguments):
+    """A loop over the vectors of a run: where they are, of inputs, outputs and places."""
     inputs, outputs, places, count, _ = arguments
     with cgutils.for_range(builder, builder.udiv(count, _SIZE(MULTIPLE))) as loop:
         byte = builder.mul(loop.index, _SIZE(MULTIPLE))
@@ -49,24 +50,24 @@ def _vectors(builder, arguments):
         )
 
 
-def _taps(builder, arguments, first):
-    """For each place of a window: its number, in every lane, and where its vector is."""
+@contextmanager
+def _each_tap(builder, arguments, first):
+    """A loop over the places of a window: the number in every lane, and where the vector is."""
     rows, columns, row, column = (builder.extract_value(arguments[4], i) for i in range(4))
-    with cgutils.for_range(builder, rows) as down:
-        line = builder.add(first, builder.mul(down.index, row))
-        with cgutils.for_range(builder, columns) as right:
-            number = builder.add(builder.mul(down.index, columns), right.index)
-            lane = ir.Constant(_BYTES, ir.Undefined)
-            lane = builder.insert_element(lane, builder.trunc(number, _BYTE), _INDEX(0))
-            place = builder.add(line, builder.mul(right.index, column))
-            yield (
-                builder.shuffle_vector(lane, lane, _FIRST),
-                builder.inttoptr(place, _FLOATS.as_pointer()),
-            )
+    with cgutils.for_range(builder, rows) as down, cgutils.for_range(builder, columns) as right:
+        number = builder.add(builder.mul(down.index, columns), right.index)
+        lane = ir.Constant(_BYTES, ir.Undefined)
+        lane = builder.insert_element(lane, builder.trunc(number, _BYTE), _INDEX(0))
+        place = builder.add(first, builder.mul(down.index, row))
+        place = builder.add(place, builder.mul(right.index, column))
+        yield (
+            builder.shuffle_vector(lane, lane, _FIRST),
+            builder.inttoptr(place, _FLOATS.as_pointer()),
+        )
 
 
 @intrinsic
-def _maxima(typing_context, inputs, outputs, places, count, taps):  # noqa: PLR0917 - numba's
+def _maxima(typing_context, inputs, outputs, places, count, taps):  # noqa: ARG001, PLR0917
     """Write the maxima of a run of windows, and where in each the first of them is.
 
     As torch has it: what is not a number is larger than all.
@@ -83,11 +84,11 @@ def _maxima(typing_context, inputs, outputs, places, count, taps):  # noqa: PLR0
     def generate(context, builder, _signature, arguments):
         best = cgutils.alloca_once(builder, _FLOATS)
         where = cgutils.alloca_once(builder, _BYTES)
-        for first, output, place in _vectors(builder, arguments):
+        with _each_vector(builder, arguments) as (first, output, place):
             source = builder.inttoptr(first, _FLOATS.as_pointer())
             builder.store(builder.load(source, align=4), best)
             builder.store(ir.Constant(_BYTES, None), where)
-            for tap, address in _taps(builder, arguments, first):
+            with _each_tap(builder, arguments, first) as (tap, address):
                 value, before = builder.load(address, align=4), builder.load(best)
                 larger = builder.fcmp_ordered(">", value, before)
                 larger = builder.or_(larger, builder.fcmp_unordered("uno", value, value))
@@ -97,17 +98,17 @@ def _maxima(typing_context, inputs, outputs, places, count, taps):  # noqa: PLR0
             builder.store(builder.load(where), place, align=1)
         return context.get_dummy_value()
 
-    return _run(typing_context, inputs, outputs, places, count, taps), generate
+    return _SIGNATURE, generate
 
 
 @intrinsic
-def _passed(typing_context, inputs, outputs, places, count, taps):  # noqa: PLR0917 - numba's
+def _passed(typing_context, inputs, outputs, places, count, taps):  # noqa: ARG001, PLR0917
     """Add the gradients of a run of maxima to those of where they are. See :func:`_maxima`."""
 
     def generate(context, builder, _signature, arguments):
-        for first, output, place in _vectors(builder, arguments):
+        with _each_vector(builder, arguments) as (first, output, place):
             grad, where = builder.load(output, align=4), builder.load(place, align=1)
-            for tap, address in _taps(builder, arguments, first):
+            with _each_tap(builder, arguments, first) as (tap, address):
                 here = builder.icmp_unsigned("==", where, tap)
                 passed = builder.select(here, grad, ir.Constant(_FLOATS, None))
                 builder.store(
@@ -115,7 +116,7 @@ def _passed(typing_context, inputs, outputs, places, count, taps):  # noqa: PLR0
                 )
         return context.get_dummy_value()
 
-    return _run(typing_context, inputs, outputs, places, count, taps), generate
+    return _SIGNATURE, generate
 
 
 @numba.njit
