@@ -214,6 +214,27 @@ def test_clipped_norm_cannot_exceed_the_clip_by_rounding():
         assert 0.9998 < float(layer.weight.summed_grad.double().norm()) <= 1
 
 
+@pytest.mark.parametrize("step_too", [False, True])
+def test_clipping_under_autocast_is_in_full_precision(step_too, monkeypatch):
+    """Gradients of examples are then in bfloat16, which errs by more than clipping leaves room."""
+    torch.manual_seed(0)
+    dataset = TensorDataset(10 * torch.randn(20, 300), torch.zeros(20, dtype=torch.long))
+    clip = 0.1
+    for record in range(len(dataset)):
+        model = nn.Sequential(nn.Linear(300, 40), nn.ReLU(), nn.Linear(40, 4))
+        twice = TensorDataset(*(torch.stack([t, t]) for t in dataset[record]))
+        _, model, optimizer, loader = private(model, twice, batch_size=2, max_grad_norm=clip)
+        monkeypatch.setattr(optimizer._noise, "add", lambda *_: 0.0)
+        for batch in loader:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+            loss.backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=step_too):
+                optimizer.step()
+        norm = torch.cat([p.grad.double().flatten() for p in optimizer.params]).norm()
+        assert norm <= clip
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-3, 1.0, 1e15, 1e30])
 def test_every_example_is_clipped_whatever_its_size(scale):
     torch.manual_seed(3)

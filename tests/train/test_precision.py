@@ -31,6 +31,14 @@ def test_it_is_full_within_and_as_it_was_afterwards(allowed):
     assert levels() == allowed
 
 
+def test_autocast_is_off_within():
+    x = torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        with precision.full_precision():
+            assert (x @ x).dtype == torch.float32
+        assert (x @ x).dtype == torch.bfloat16
+
+
 def test_the_setting_of_older_versions_too(allowed, monkeypatch):
     monkeypatch.setattr(precision, "_SETTINGS", [precision._Global()])
     with precision.full_precision():

@@ -296,14 +296,16 @@ def test_norms_of_repeated_rows_are_right():
     assert float(found.sqrt()) == pytest.approx(0.01 * 512 * math.sqrt(768), rel=1e-4)
 
 
-def test_sums_under_autocast_are_not_in_low_precision():
+@pytest.mark.parametrize("step_too", [False, True])
+def test_sums_under_autocast_are_not_in_low_precision(step_too):
     """Failure 7: sums in bfloat16 stop growing at 256 equal terms, or grow too far."""
     engine, model, optimizer, loader = make(records=2048, batch_size=2048, sampler=Off())
     for (x,) in loader:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(x).flatten(1).sum(1).sum()
         loss.backward()
-        optimizer.step()
+        with torch.autocast("cpu", torch.bfloat16, enabled=step_too):
+            optimizer.step()
     total = 2048 * torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm()
     assert 0.999 * CLIP * 2048 <= total <= CLIP * 2048
     assert engine.accountant.steps == 1

@@ -24,6 +24,7 @@ from lap2.accountant import Accountant
 from lap2.mechanism import Laplace
 from lap2.noise import SecureLaplace, accounted_noise_multiplier
 from lap2.train import BookkeepingError, Denoiser, PoissonLoader
+from lap2.train.precision import full_precision
 from lap2.train.rotate import gather, spread, spread_size
 
 __all__ = [
@@ -270,6 +271,7 @@ class LaplaceDPOptimizer(DPOptimizer):
         return p.new_zeros((0, *p.shape)) if p.grad_sample is None else p.grad_sample
 
     @torch.no_grad()
+    @full_precision()
     def clip_and_accumulate(self) -> None:
         """Add each example's gradient to the sums, scaled to norm at most ``max_grad_norm``."""
         samples = self.grad_samples
@@ -358,6 +360,8 @@ def _examples(p: Any) -> int:
 def _square_norms(gradients: Tensor) -> Tensor:
     """Squared l2 norm of each example's gradient, in float64; relative error at most 2^-14."""
     flat = gradients.unsqueeze(-1).flatten(1)
+    if flat.dtype not in (torch.float32, torch.float64):  # as autocast leaves them
+        flat = flat.float()
     whole = flat.shape[1] // _CHUNK
     chunks = flat[:, : whole * _CHUNK].unflatten(1, (whole, _CHUNK))
     remainder = torch.linalg.vector_norm(flat[:, whole * _CHUNK :], dim=1).double()

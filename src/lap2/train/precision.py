@@ -1,13 +1,13 @@
 """Products in full precision, whatever the user allows elsewhere.
 
-With TF32 or bfloat16 a product loses digits, and an example's part of the sum could exceed its clip
-by more than clipping leaves room for.
+With TF32, bfloat16 or autocast a product loses digits, and an example's part of the sum could
+exceed its clip by more than clipping leaves room for.
 """
 
 # pyright: basic
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -36,15 +36,19 @@ def _settings() -> list[Any]:
 _SETTINGS = _settings()
 
 
+_CASTING = [d for d in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(d)]
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Within it, float32 matrices are multiplied in float32."""
+    """Within it, float32 matrices are multiplied in float32, also where autocast is on."""
     lower = [(s, s.fp32_precision) for s in _SETTINGS]
     lower = [(s, value) for s, value in lower if value not in {"ieee", "none", "highest"}]
-    for setting, _ in lower:
-        setting.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
+        for device in _CASTING:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
         for setting, value in lower:
-            setting.fp32_precision = value
+            stack.callback(setattr, setting, "fp32_precision", value)
+            setting.fp32_precision = "ieee"
+        yield
