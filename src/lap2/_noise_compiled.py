@@ -12,11 +12,15 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import config
 from numba.extending import intrinsic
 
 from lap2._arrays import finite_range
 
 __all__ = ["add", "draw", "fits"]
+
+if getattr(config, "DISABLE_JIT", False):
+    raise ImportError("numba compiles nothing while NUMBA_DISABLE_JIT is set")
 
 _LN2 = math.log(2.0)
 _SIGN = -(1 << 63)

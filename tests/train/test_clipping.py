@@ -16,7 +16,7 @@ from lap2.train import (
     UnsupportedModuleError,
     convolution,
 )
-from lap2.train.gradients import best_formed
+from lap2.train.gradients import Dense, best_formed
 
 
 class Off:
@@ -44,6 +44,17 @@ def oracle(model, x, loss_of, clip):
     norms = torch.sqrt(sum((g.flatten(1) ** 2).sum(1) for g in grads.values()))
     factors = (clip / norms).clamp(max=1.0)
     return {k: torch.einsum("b,b...->...", factors, g) for k, g in grads.items()}
+
+
+@pytest.mark.parametrize("size", [2048, 2049])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_sums_of_large_gradients_are_sums(size, layout):
+    """Large ones are added up in slices, if they can be cut."""
+    values = torch.randn(size, 300).T if layout == "columns" else torch.randn(300, size)
+    weights = torch.rand(300)
+    found = Dense(torch.empty(size), values).weighted_sum(weights)
+    expected = weights.double() @ values.double()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def recorded(model, x, loss_of, clip, reduction="sum"):

@@ -1,5 +1,6 @@
 """Forming per-example gradients of convolutions: the compiled kernel against products in torch."""
 
+import ctypes
 import math
 
 import pytest
@@ -146,8 +147,23 @@ def test_work_that_stops_is_no_result():
     def nothing(address):
         return
 
-    with pytest.raises(MemoryError, match="0 of 3 pieces"):
+    with pytest.raises(RuntimeError, match="each of 3 pieces once"):
         _threads.run(nothing, 3, (), 1)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_threads_that_all_have_one_number_are_noticed(number, monkeypatch):
+    """As when it is asked of another OpenMP than theirs."""
+    same = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: number)
+    start, _, threads = _threads._OPENMP
+    monkeypatch.setattr(
+        _threads, "_OPENMP", (start, ctypes.cast(same, ctypes.c_void_p).value, threads)
+    )
+    monkeypatch.setattr(convolution, "_WORTH_THREADS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    module = nn.Conv2d(3, 8, 3)
+    with pytest.raises(RuntimeError, match="each of 8 pieces once"):
+        formed(module, *example(module, 8, (8, 8)))
 
 
 def network():

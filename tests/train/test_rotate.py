@@ -46,6 +46,15 @@ def test_little_is_added_and_few_coordinates_are_left_alone(size, monkeypatch):
     assert size <= spread_size(size) <= size * 17 / 16
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_what_comes_back_is_multiplied(size, monkeypatch):
+    vector, back = torch.randn(size, dtype=torch.float64), torch.empty(size, dtype=torch.float64)
+    for _ in range(2):
+        gather(spread([vector]), [back], 1 / 37)
+        torch.testing.assert_close(back, vector / 37, rtol=1e-12, atol=1e-12)
+        without_numba(monkeypatch)
+
+
 def test_few_coordinates_are_there_several_times(monkeypatch):
     vector = torch.randn(1000, dtype=torch.float64)
     repeated = spread([vector])

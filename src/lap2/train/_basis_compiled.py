@@ -146,7 +146,7 @@ def _work(address):
                 row = piece * job.next_piece + i * job.next_row
                 place = job.values + 8 * (row * columns + start)
                 _copy(first + 8 * i * _WIDTH, place, rest, after[row])
-    finish(address, end - begin)
+    finish(address, begin, end)
 
 
 def transform(values, before, after, threads):

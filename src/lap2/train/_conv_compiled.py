@@ -232,7 +232,7 @@ def _work(address):
         values = job.values + 4 * example * size
         _form(job, example, values)
         squares[example] = _square_norm(values, size)
-    finish(address, last - first)
+    finish(address, first, last)
 
 
 def form(windows, grads, values, squares, threads):

@@ -148,7 +148,7 @@ def _forward(address):
     for example in range(first, last):
         for inputs, outputs, places, count, taps in _runs(job, example):
             _maxima(inputs, outputs, places, count, taps)
-    finish(address, last - first)
+    finish(address, first, last)
 
 
 @numba.cfunc(types.void(types.voidptr), cache=True)
@@ -162,7 +162,7 @@ def _backward(address):
         grads[example] = 0.0
         for inputs, outputs, places, count, taps in _runs(job, example):
             _passed(inputs, outputs, places, count, taps)
-    finish(address, last - first)
+    finish(address, first, last)
 
 
 def forward(inputs, outputs, places, window, threads):

@@ -14,11 +14,15 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import config
 from numba.extending import intrinsic
 
 __all__ = ["finish", "job_type", "pointer", "run", "share"]
 
 _SIZE = ir.IntType(64)
+
+if getattr(config, "DISABLE_JIT", False):
+    raise ImportError("numba compiles nothing while NUMBA_DISABLE_JIT is set")
 
 
 @intrinsic
@@ -47,8 +51,8 @@ def share(job):
 
 
 @intrinsic
-def finish(typing_context, address, pieces):  # noqa: ARG001 - numba's calling convention
-    """Count the pieces that this thread has done: in the first field of a job."""
+def _add(typing_context, address, number):  # noqa: ARG001 - numba's calling convention
+    """To the first field of a job."""
 
     def generate(context, builder, _signature, arguments):
         place = builder.bitcast(arguments[0], _SIZE.as_pointer())
@@ -56,6 +60,16 @@ def finish(typing_context, address, pieces):  # noqa: ARG001 - numba's calling c
         return context.get_dummy_value()
 
     return types.void(types.voidptr, types.int64), generate
+
+
+@numba.njit
+def finish(address, first, last):
+    """Say that the pieces from the first to before the last are done.
+
+    Squares add up to that of all pieces if every share was done once; if some were done twice, and
+    others not at all, they do not.
+    """
+    _add(address, last * last - first * first)
 
 
 @intrinsic
@@ -90,8 +104,8 @@ def job_type(names: str) -> np.dtype:
 
 
 _OWN = ("done", "pieces", "thread", "threads")
-"""How many pieces are done, how many there are, and whom to ask for a thread's number and their
-number; zero, if there is one.
+"""What is done (see :func:`finish`), how many pieces there are, and whom to ask for the number of a
+thread and for how many there are: zero, if there is one.
 """
 
 
@@ -105,7 +119,7 @@ def run(work, pieces: int, fields: tuple[int, ...], threads: int) -> None:
         threads: how many.
 
     Raises:
-        MemoryError: not all was done. (Compiled work cannot raise: numba only prints.)
+        RuntimeError: not every piece was done once. (Compiled work cannot raise; numba prints.)
     """
     if threads > 1 and _OPENMP is not None:
         start, *asked = _OPENMP
@@ -114,5 +128,8 @@ def run(work, pieces: int, fields: tuple[int, ...], threads: int) -> None:
     else:
         job = np.array((0, pieces, 0, 0, *fields), dtype=np.int64)
         work.ctypes(job.ctypes.data)
-    if job[0] != pieces:
-        raise MemoryError(f"compiled work stopped after {job[0]} of {pieces} pieces")
+    if job[0] != pieces * pieces:
+        raise RuntimeError(
+            f"compiled work must do each of {pieces} pieces once, and did not: memory may have run "
+            "out, or OpenMP be there twice"
+        )

@@ -103,10 +103,11 @@ class Recorder:
                 module.register_forward_hook(leave, with_kwargs=True, always_call=True)
             )
             if is_attention(module):
+                _refuse_replaced(unit)
                 module.forward = partial(self._attend, module)
                 self._rewritten.append(module)
         for module in filter(is_pooling, model.modules()):
-            module.forward = partial(max_pool2d, module)
+            module.forward = partial(self._pool, module)
             self._rewritten.append(module)
         # Last, because the model itself may be a unit.
         end = model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
@@ -122,7 +123,7 @@ class Recorder:
             handle.remove()
         self._verifier.remove()
         for module in self._rewritten:
-            del module.__dict__["forward"]
+            module.__dict__.pop("forward", None)
         for module in self._inplace:
             setattr(module, "inplace", True)  # noqa: B010
         for param in self.params:
@@ -260,6 +261,11 @@ class Recorder:
             return type(module).forward(module, *args, **kwargs)
         return attend(module, partial(self._project, module), *args, **kwargs)
 
+    def _pool(self, module: nn.MaxPool2d, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a pooling module, where only a training step sees it."""
+        forward = max_pool2d if self._is_recorded() else nn.MaxPool2d.forward
+        return forward(module, *args, **kwargs)
+
     def _project(
         self,
         module: nn.Module,
@@ -327,6 +333,14 @@ class Recorder:
 
 def _copy_gradient(param: Tensor, grad: Tensor) -> list[PerExample]:
     return [Dense(param, grad if grad.dtype == torch.float64 else grad.float())]
+
+
+def _refuse_replaced(unit: Unit) -> None:
+    forward = getattr(unit.module.__dict__.get("forward"), "func", None)
+    if "forward" in unit.module.__dict__ and getattr(forward, "__func__", None) != Recorder._attend:
+        raise UnsupportedModuleError(
+            f"module {unit.name!r} must have its class's own forward, got a replaced one"
+        )
 
 
 def _ignore(_: Tensor) -> None:
