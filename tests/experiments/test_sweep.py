@@ -39,6 +39,15 @@ def test_what_is_done_is_not_done_again_and_rows_come_in_order(tmp_path, monkeyp
     assert [step for step, _ in rows[0]["curve"]] == [2, 4]
 
 
+def test_a_run_is_known_again_on_another_processor():
+    noise = 11.640529384036233
+    keys = [
+        sweep.Job(replace(job().recipe, noise_multiplier=value)).key
+        for value in (noise, math.nextafter(noise, 99.0), noise * (1 + 1e-6))
+    ]
+    assert keys[0] == keys[1] != keys[2]
+
+
 def watched(do, done):
     def doing(what, *others, **settings):
         done.append(what)
