@@ -128,7 +128,7 @@ class PoissonLoader:
         for piece in self._pieces(count):
             self._hand_out(piece)
             rows = torch.from_numpy(piece.index)
-            yield [tensor[rows] for tensor in dataset.tensors]
+            yield [t.index_select(0, rows.to(t.device)) for t in dataset.tensors]
 
     def _from_loader(self, count: int) -> Iterator[Any]:
         ahead: deque[_Piece] = deque()  # workers fetch before the batch is handed out
