@@ -427,3 +427,24 @@ def test_tiny_times_huge_stays_within_its_clip():
     torch.testing.assert_close(norm.double(), torch.tensor([2 * 2e38 * 3 * 2.0**-149]).double())
     clipped = outer.weighted_sum(torch.tensor([0.25]))
     assert torch.linalg.vector_norm(clipped) <= 0.25 * norm * (1 + 1e-5)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        torch.randn(50, 3),
+        torch.randn(3, 50).T,
+        torch.randn(50, 2, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(50, 3, dtype=torch.bfloat16),
+        torch.randn(50, 3, requires_grad=True),
+        torch.arange(50),
+    ],
+    ids=["rows", "columns", "images", "bfloat16", "leaf", "labels"],
+)
+def test_a_batch_has_the_rows_that_were_sampled(records, monkeypatch):
+    loader = PoissonLoader(TensorDataset(records), sampling_prob=0.2, steps=5)
+    sampled = [np.array([3, 7, 20]), np.array([49]), np.array([], dtype=np.int64)]
+    monkeypatch.setattr(loader, "sample", iter([*sampled, *sampled]).__next__)
+    for (batch,), index in zip(loader, [*sampled, *sampled[:2]], strict=True):
+        assert torch.equal(batch, records[torch.from_numpy(index)])
+        assert batch.dtype == records.dtype

@@ -2,6 +2,7 @@
 
 # pyright: basic
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -127,8 +128,7 @@ class PoissonLoader:
     def _from_tensors(self, dataset: TensorDataset, count: int) -> Iterator[Any]:
         for piece in self._pieces(count):
             self._hand_out(piece)
-            rows = torch.from_numpy(piece.index)
-            yield [t.index_select(0, rows.to(t.device)) for t in dataset.tensors]
+            yield [_rows(tensor, piece.index) for tensor in dataset.tensors]
 
     def _from_loader(self, count: int) -> Iterator[Any]:
         ahead: deque[_Piece] = deque()  # workers fetch before the batch is handed out
@@ -156,6 +156,15 @@ class PoissonLoader:
             piece = ahead.popleft()
             self._hand_out(piece)
             yield batch if piece.index.size else _cut(batch)
+
+
+def _rows(tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
+    """Some rows of a tensor."""
+    if tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.requires_grad:
+        with contextlib.suppress(RuntimeError, TypeError):  # NumPy has not all of torch's types
+            # With one thread: it may take longer to wake another.
+            return torch.from_numpy(tensor.numpy().take(index, axis=0))
+    return tensor.index_select(0, torch.from_numpy(index).to(tensor.device))
 
 
 class _Batches:
