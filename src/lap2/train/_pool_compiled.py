@@ -33,13 +33,10 @@ _FLOATS, _BYTES = (ir.VectorType(kind, MULTIPLE) for kind in (ir.FloatType(), _B
 _FIRST = ir.Constant(ir.VectorType(_INDEX, MULTIPLE), None)
 
 
-_SIGNATURE = types.void(*4 * (types.intp,), types.UniTuple(types.intp, 4))
-
-
 @contextmanager
 def _each_vector(builder, arguments):
     """A loop over the vectors of a run: where they are, of inputs, outputs and places."""
-    inputs, outputs, places, count, _ = arguments
+    _, inputs, outputs, places, count, _ = arguments
     with cgutils.for_range(builder, builder.udiv(count, _SIZE(MULTIPLE))) as loop:
         byte = builder.mul(loop.index, _SIZE(MULTIPLE))
         number = builder.mul(byte, _SIZE(4))
@@ -50,73 +47,94 @@ def _each_vector(builder, arguments):
         )
 
 
-@contextmanager
-def _each_tap(builder, arguments, first):
-    """A loop over the places of a window: the number in every lane, and where the vector is."""
-    rows, columns, row, column = (builder.extract_value(arguments[4], i) for i in range(4))
-    with cgutils.for_range(builder, rows) as down, cgutils.for_range(builder, columns) as right:
-        number = builder.add(builder.mul(down.index, columns), right.index)
-        lane = ir.Constant(_BYTES, ir.Undefined)
-        lane = builder.insert_element(lane, builder.trunc(number, _BYTE), _INDEX(0))
-        place = builder.add(first, builder.mul(down.index, row))
-        place = builder.add(place, builder.mul(right.index, column))
-        yield (
+def _for_each_tap(builder, arguments, first, known, act):
+    """Act on every place of a window, given its number, in every lane, and where its vector is.
+
+    If it is known to be a square of this size, one after the other without a loop.
+    """
+    rows, columns, row, column = (builder.extract_value(arguments[5], i) for i in range(4))
+
+    def act_on(down, right):
+        number = builder.trunc(builder.add(builder.mul(down, columns), right), _BYTE)
+        lane = builder.insert_element(ir.Constant(_BYTES, ir.Undefined), number, _INDEX(0))
+        place = builder.add(first, builder.mul(down, row))
+        place = builder.add(place, builder.mul(right, column))
+        act(
             builder.shuffle_vector(lane, lane, _FIRST),
             builder.inttoptr(place, _FLOATS.as_pointer()),
         )
 
+    if known:
+        for number in range(known * known):
+            act_on(*map(_SIZE, divmod(number, known)))
+        return
+    with cgutils.for_range(builder, rows) as down, cgutils.for_range(builder, columns) as right:
+        act_on(down.index, right.index)
 
-@intrinsic
-def _maxima(typing_context, inputs, outputs, places, count, taps):  # noqa: ARG001, PLR0917
+
+def _signature(known):
+    return types.void(known, *4 * (types.intp,), types.UniTuple(types.intp, 4))
+
+
+@intrinsic(prefer_literal=True)
+def _maxima(typing_context, known, inputs, outputs, places, count, taps):  # noqa: ARG001, PLR0917
     """Write the maxima of a run of windows, and where in each the first of them is.
 
     As torch has it: what is not a number is larger than all.
 
     Args:
         typing_context: numba's.
+        known: the size of windows, if that is known when it is compiled; else 0.
         inputs: address of the first number of the first window.
         outputs: address of the first maximum.
         places: address of the first place.
         count: how many maxima, which follow each other as their windows' first numbers do.
         taps: rows and columns of a window; how many bytes further the next row and column are.
     """
+    size = known.literal_value
 
     def generate(context, builder, _signature, arguments):
         best = cgutils.alloca_once(builder, _FLOATS)
         where = cgutils.alloca_once(builder, _BYTES)
+
+        def compare(tap, address):
+            value, before = builder.load(address, align=4), builder.load(best)
+            larger = builder.fcmp_ordered(">", value, before)
+            larger = builder.or_(larger, builder.fcmp_unordered("uno", value, value))
+            builder.store(builder.select(larger, value, before), best)
+            builder.store(builder.select(larger, tap, builder.load(where)), where)
+
         with _each_vector(builder, arguments) as (first, output, place):
             source = builder.inttoptr(first, _FLOATS.as_pointer())
             builder.store(builder.load(source, align=4), best)
             builder.store(ir.Constant(_BYTES, None), where)
-            with _each_tap(builder, arguments, first) as (tap, address):
-                value, before = builder.load(address, align=4), builder.load(best)
-                larger = builder.fcmp_ordered(">", value, before)
-                larger = builder.or_(larger, builder.fcmp_unordered("uno", value, value))
-                builder.store(builder.select(larger, value, before), best)
-                builder.store(builder.select(larger, tap, builder.load(where)), where)
+            _for_each_tap(builder, arguments, first, size, compare)
             builder.store(builder.load(best), output, align=4)
             builder.store(builder.load(where), place, align=1)
         return context.get_dummy_value()
 
-    return _SIGNATURE, generate
+    return _signature(known), generate
 
 
-@intrinsic
-def _passed(typing_context, inputs, outputs, places, count, taps):  # noqa: ARG001, PLR0917
+@intrinsic(prefer_literal=True)
+def _passed(typing_context, known, inputs, outputs, places, count, taps):  # noqa: ARG001, PLR0917
     """Add the gradients of a run of maxima to those of where they are. See :func:`_maxima`."""
+    size = known.literal_value
 
     def generate(context, builder, _signature, arguments):
         with _each_vector(builder, arguments) as (first, output, place):
             grad, where = builder.load(output, align=4), builder.load(place, align=1)
-            with _each_tap(builder, arguments, first) as (tap, address):
+
+            def add(tap, address):
                 here = builder.icmp_unsigned("==", where, tap)
                 passed = builder.select(here, grad, ir.Constant(_FLOATS, None))
-                builder.store(
-                    builder.fadd(builder.load(address, align=4), passed), address, align=4
-                )
+                total = builder.fadd(builder.load(address, align=4), passed)
+                builder.store(total, address, align=4)
+
+            _for_each_tap(builder, arguments, first, size, add)
         return context.get_dummy_value()
 
-    return _SIGNATURE, generate
+    return _signature(known), generate
 
 
 @numba.njit
@@ -147,7 +165,10 @@ def _forward(address):
     first, last = share(job)
     for example in range(first, last):
         for inputs, outputs, places, count, taps in _runs(job, example):
-            _maxima(inputs, outputs, places, count, taps)
+            if job.kernel_rows == 2 and job.kernel_columns == 2:
+                _maxima(2, inputs, outputs, places, count, taps)
+            else:
+                _maxima(0, inputs, outputs, places, count, taps)
     finish(address, first, last)
 
 
@@ -161,7 +182,10 @@ def _backward(address):
     for example in range(first, last):
         grads[example] = 0.0
         for inputs, outputs, places, count, taps in _runs(job, example):
-            _passed(inputs, outputs, places, count, taps)
+            if job.kernel_rows == 2 and job.kernel_columns == 2:
+                _passed(2, inputs, outputs, places, count, taps)
+            else:
+                _passed(0, inputs, outputs, places, count, taps)
     finish(address, first, last)
 
 
