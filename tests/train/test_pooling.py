@@ -174,6 +174,17 @@ def test_gradients_of_gradients_are_torchs():
         torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
 
 
+def test_memory_is_where_the_image_is():
+    module, x = nn.MaxPool2d(2), images().requires_grad_()
+    with torch.device("meta"):
+        result = pooling.max_pool2d(module, x)
+        for create_graph in (False, True):
+            (grad,) = torch.autograd.grad(
+                result.sum(), x, retain_graph=True, create_graph=create_graph
+            )
+            assert grad.device.type == "cpu"
+
+
 def test_what_is_saved_may_come_back_in_another_layout():
     """As it does from pinned memory."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous(), lambda t: t):

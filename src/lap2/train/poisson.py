@@ -160,7 +160,8 @@ class PoissonLoader:
 
 def _rows(tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
     """Some rows of a tensor."""
-    if tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.requires_grad:
+    ordinary = type(tensor) is torch.Tensor and tensor.is_contiguous()
+    if ordinary and tensor.device.type == "cpu" and not tensor.requires_grad:
         with contextlib.suppress(RuntimeError, TypeError):  # NumPy has not all of torch's types
             # With one thread: it may take longer to wake another.
             return torch.from_numpy(tensor.numpy().take(index, axis=0))

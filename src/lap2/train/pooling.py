@@ -1,6 +1,6 @@
 """Max pooling of images that are stored channels-last.
 
-Convolutions are fastest in that layout, and then torch's pooling takes as long as they do, most of
+Convolutions are fastest in that layout, and then torch's pooling takes as long as they do, some of
 it for the memory in which it remembers where each maximum was. This has nothing to do with privacy:
 maxima and gradients are torch's own.
 """
@@ -107,7 +107,8 @@ class _MaxPool(torch.autograd.Function):
 def _scattered(grad: Tensor, places: Tensor, shape: torch.Size, window: Window) -> Tensor:
     """The readable version of backward, in operations that torch can differentiate."""
     _, columns, down, right = window
-    y, x = down * torch.arange(grad.shape[2]), right * torch.arange(grad.shape[3])
+    y = down * torch.arange(grad.shape[2], device=grad.device)
+    x = right * torch.arange(grad.shape[3], device=grad.device)
     place = places.long()
     index = (y[:, None] + place // columns) * shape[3] + x + place % columns
     images = grad.new_zeros(*shape[:2], shape[2] * shape[3])
