@@ -186,6 +186,7 @@ def of_lap2(case: Case, dataset: TensorDataset, *, denoise: str = "auto") -> Con
         noise_multiplier=NOISE_MULTIPLIER,
         max_grad_norm=CLIP,
         denoise=denoise,
+        rehearse=False,  # small batches now and then would count as steps; see rehearsals.py
     )
     return Contestant(loop_body(model, optimizer), endless(loader))
 

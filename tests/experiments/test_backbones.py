@@ -295,6 +295,7 @@ def test_every_part_is_trained_privately(filled, name, part):
         optimizer.step()
     assert engine.accountant.steps == 2
     assert engine.skipped_examples == 0
+    assert engine.statement(1e-5).is_guarantee
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lap2.noise import SecureLaplace
-from lap2.train import PoissonLoader, PrivacyEngine
+from lap2.train import BookkeepingError, PoissonLoader, PrivacyEngine
 
 
 class Off:
@@ -50,7 +50,7 @@ def make(*, records=60, batch_size=10, sampler=None, lr=0.1, **kwargs):
 
 
 def backward(model, x, y):
-    nn.functional.cross_entropy(model(x), y, reduction="sum").div(max(1, len(x))).backward()
+    nn.functional.cross_entropy(model(x), y).backward()
 
 
 def fixed_samples(loader):
@@ -91,22 +91,28 @@ def noise(_folder):
         for x, _ in loader:
             (0 * model(x)).sum().backward()
             optimizer.step()
-            released.append([20 * value for value in flat(p.grad for p in model.parameters())])
+            if loader.ends_batch:
+                released.append([20 * value for value in flat(p.grad for p in model.parameters())])
     return {"released": released, "ledger": engine.accountant.to_json()}
 
 
 def empty(_folder):
     """Fifty steps of one expected record: most local batches are empty."""
     engine, model, optimizer, loader = make(records=100, batch_size=1)
-    sizes = []
+    sizes, rehearsed = [], 0
     for x, y in loader:
         optimizer.zero_grad()
         backward(model, x, y)
         optimizer.step()
-        sizes.append(len(x))
+        if loader.ends_batch:
+            sizes.append(loader.piece.size)
+        else:
+            rehearsed += 1
     assert isinstance(loader, PoissonLoader)
     return {
         "sizes": sizes,
+        "rehearsed": rehearsed,
+        "is_guarantee": engine.statement(1e-5).is_guarantee,
         "ledger": engine.accountant.to_json(),
         "weights": flat(model.parameters()),
         "prob": loader.sampling_prob,
@@ -119,13 +125,35 @@ def killed(folder):
     first = not (folder / "run.pt").exists()
     lost = 0 if first else engine.load(folder / "run.pt").lost_steps
     engine.save(folder / "run.pt")
-    for count, (x, y) in enumerate(loader):
-        if first and count == 2 and dist.get_rank() == 1:
+    for x, y in loader:
+        third = loader.ends_batch and engine.accountant.steps == 2
+        if first and third and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         backward(model, x, y)
         optimizer.step()
     return {"lost": lost, "steps": engine.accountant.steps, "ledger": engine.accountant.to_json()}
+
+
+class Centred(nn.Module):
+    """What comes out for one record depends on the others."""
+
+    def forward(self, x):
+        """Less the mean over the batch."""
+        return x - x.mean(0)
+
+
+def mixing(_folder):
+    """A model that mixes records is found by each rank by itself, before anything is released."""
+    engine, model, optimizer, loader = make_around(nn.Sequential(nn.Linear(5, 3), Centred()))
+    message = ""
+    try:
+        for x, y in loader:
+            backward(model, x, y)
+            optimizer.step()
+    except BookkeepingError as error:
+        message = str(error)
+    return {"message": message, "steps": engine.accountant.steps}
 
 
 def refused(_folder):
@@ -151,7 +179,8 @@ def refused(_folder):
 def make_around(module):
     """Make a given module private."""
     data = TensorDataset(torch.randn(60, 5), torch.randint(0, 3, (60,)))
-    PrivacyEngine().make_private(
+    engine = PrivacyEngine(sampler=SecureLaplace(compiled=False))
+    return engine, *engine.make_private(
         module=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
         data_loader=DataLoader(data, batch_size=10),

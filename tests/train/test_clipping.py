@@ -15,20 +15,11 @@ from lap2.train import (
     Recorder,
     UnsupportedModuleError,
     convolution,
+    gradients,
 )
 from lap2.train.gradients import Dense, best_formed
 
-
-class Off:
-    """Noise that is none, to look at the clipped sum."""
-
-    is_secure = False
-
-    def added_sensitivity(self, _scale, _size):
-        return 0.0
-
-    def add(self, _array, _scale):
-        return 0.0
+from ..helpers import NoNoise, clipped
 
 
 def oracle(model, x, loss_of, clip):
@@ -46,27 +37,28 @@ def oracle(model, x, loss_of, clip):
     return {k: torch.einsum("b,b...->...", factors, g) for k, g in grads.items()}
 
 
-@pytest.mark.parametrize("size", [2048, 2049])
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_sums_of_large_gradients_are_sums(size, layout):
-    """Large ones are added up in slices, if they can be cut."""
-    values = torch.randn(size, 300).T if layout == "columns" else torch.randn(300, size)
-    weights = torch.rand(300)
-    found = Dense(torch.empty(size), values).weighted_sum(weights)
-    expected = weights.double() @ values.double()
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("size", [7, 2048, 2049])
+@pytest.mark.parametrize("layout", ["rows", "columns", "apart"])
+def test_sums_of_large_gradients_are_sums(size, layout, compiled, monkeypatch):
+    """In float64, by a kernel or in pieces; and added to what is there."""
+    if compiled:
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(gradients, "kernel", lambda _: None)
+    values = torch.randn(size, 303).T if layout == "columns" else torch.randn(303, size)
+    weights, before = torch.rand(303, dtype=torch.float64), torch.randn(size, dtype=torch.float64)
+    total = torch.stack([before, before], dim=1)[:, 0] if layout == "apart" else before.clone()
+    Dense(torch.empty(size), values).add_to(total, weights)
+    torch.testing.assert_close(total, before + weights @ values.double(), rtol=1e-12, atol=1e-12)
 
 
 def recorded(model, x, loss_of, clip, reduction="sum"):
-    """The same by book-keeping, through the engine's own step."""
+    """The same by book-keeping."""
     recorder = Recorder(model)
     total = loss_of(model(x)).flatten(1).sum(1)
     (total.mean() if reduction == "mean" else total.sum()).backward()
-    _, scale, gradients = recorder.collect(loss_reduction=reduction)
-    norms = scale * torch.stack([g.square_norms() for g in gradients]).sum(0).sqrt()
-    factors = (clip / norms).clamp(max=1.0) * scale
-    names = {id(p): k for k, p in model.named_parameters()}
-    sums = {names[id(g.param)]: g.weighted_sum(factors) for g in gradients}
+    sums = clipped(recorder, clip, reduction=reduction)
     recorder.remove()
     return sums
 
@@ -153,10 +145,11 @@ def test_clipped_sum_equals_the_oracle(name, dtype):
     expected = oracle(reference, x, square, clip=0.7)
     found = recorded(model, x, square, clip=0.7)
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
-    slack = 3e-6 if name in {"embedding", "linear on few positions"} else 0.0  # norms rounded up
+    if name == "linear on few positions" and dtype == torch.float32:
+        tolerance = 3e-5  # norms from inner products in float32 are rounded up
     assert found.keys() == expected.keys()
     for key, value in expected.items():
-        assert (found[key] - value).norm() <= (tolerance + slack) * value.norm() + 1e-12
+        assert (found[key] - value).norm() <= tolerance * value.norm() + 1e-12
 
 
 def test_mean_and_sum_reduction_are_the_same():
@@ -168,7 +161,10 @@ def test_mean_and_sum_reduction_are_the_same():
         torch.testing.assert_close(one[key], two[key])
 
 
-def test_a_hidden_use_is_found_on_the_first_batch():
+@pytest.mark.parametrize("rehearses", [True, False])
+def test_a_hidden_use_is_found(rehearses):
+    """In a rehearsal autograd has all gradients; in a step it should have none."""
+
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -178,10 +174,12 @@ def test_a_hidden_use_is_found_on_the_first_batch():
             return nn.functional.linear(self.inner(x), self.inner.weight)
 
     tied = Tied()
-    recorder = Recorder(tied)
+    recorder = Recorder(tied, rehearses=lambda: rehearses)
     tied(torch.randn(5, 6)).pow(2).sum().backward()
-    with pytest.raises(BookkeepingError, match="differs from autograd's"):
+    message = "differs from autograd's" if rehearses else "outside a module's forward"
+    with pytest.raises(BookkeepingError, match=message):
         recorder.collect(loss_reduction="sum")
+    assert tied.inner.weight.grad is None
 
 
 def test_changed_activations_are_found():
@@ -236,16 +234,17 @@ def test_frozen_parameters_and_eval_mode_record_nothing():
         model(torch.randn(3, 6))
     model.eval()(torch.randn(3, 6)).sum().backward()
     assert not recorder._records
+    model.zero_grad()
     model.train()
     model(torch.randn(3, 6)).sum().backward()
-    batch, _, gradients = recorder.collect(loss_reduction="sum")
-    assert batch == 3
-    assert {id(g.param) for g in gradients} == {id(p) for p in model[1].parameters()}
+    found = recorder.collect(loss_reduction="sum")
+    assert found.batch == 3
+    assert {g.param for g in found.gradients} == set(model[1].parameters())
     assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
 def private(model, x, y, *, batch_size, **kwargs):
-    engine = PrivacyEngine(sampler=Off())
+    engine = PrivacyEngine(sampler=NoNoise())
     settings = {"noise_multiplier": 1.0, "max_grad_norm": 0.5, "denoise": "none", **kwargs}
     loader = DataLoader(TensorDataset(x, y), batch_size=batch_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -314,8 +313,8 @@ def test_empty_batches_release_noise_and_count():
         optimizer.zero_grad()
         (model(x) - y).pow(2).flatten(1).sum(1).mean().backward()
         optimizer.step()
-        empty += len(x) == 0
-        assert not torch.equal(before, model.weight)
+        empty += loader.piece.size == 0
+        assert torch.equal(before, model.weight) != loader.ends_batch
     assert empty > 3
     assert engine.accountant.steps == 50
 
@@ -343,11 +342,13 @@ def test_accounting_is_for_what_was_done():
     assert (entry.sampling_prob, entry.steps) == (0.25, 20)
     assert entry.mechanism.dimension == 10
     scale = engine._step.scale
-    assert entry.mechanism.noise_multiplier < scale / 0.3
-    assert entry.mechanism.noise_multiplier == pytest.approx(scale / 0.3, rel=1e-6)
-    assert 1.9998 <= engine.get_epsilon(1e-5) <= 2
     statement = engine.statement(1e-5)
     assert statement.is_guarantee
+    assert 0 < statement.rounding <= 1e-3
+    sensitivity = 0.3 * (1 + statement.rounding)
+    assert entry.mechanism.noise_multiplier < scale / sensitivity
+    assert entry.mechanism.noise_multiplier == pytest.approx(scale / sensitivity, rel=1e-6)
+    assert 1.9998 <= engine.get_epsilon(1e-5) <= 2
     assert isinstance(optimizer, torch.optim.Adam)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
@@ -356,7 +357,7 @@ def test_accounting_is_for_what_was_done():
 def test_several_clips_are_a_joint_release(by):
     torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    engine = PrivacyEngine(sampler=Off())
+    engine = PrivacyEngine(sampler=NoNoise())
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
     optimizer = torch.optim.SGD(groups if by == "group" else model.parameters(), lr=1.0)
     loader = DataLoader(TensorDataset(torch.randn(1, 6), torch.tensor([1])), batch_size=1)
@@ -373,7 +374,10 @@ def test_several_clips_are_a_joint_release(by):
     mechanism = engine.accountant.ledger[0].mechanism
     assert isinstance(mechanism, lap2.Joint)
     assert [g.dimension for g in mechanism.groups] == [28, 15]
-    assert [g.noise_multiplier for g in mechanism.groups] == pytest.approx([0.5 / 0.3, 0.5 / 0.4])
+    # With the accounted sensitivity, each clip is larger by what rounding may add.
+    more = 1 + engine.statement(1e-5).rounding
+    expected = [0.5 / 0.3 / more, 0.5 / 0.4 / more]
+    assert [g.noise_multiplier for g in mechanism.groups] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -436,70 +440,65 @@ def test_every_mechanism_takes_the_same_path(mechanism):
     assert engine.statement(1e-5).is_guarantee == (mechanism != "gaussian")
 
 
-def test_an_abandoned_batch_does_not_leak_into_the_next():
-    """A piece without its end, then a new pass: the sums of the first are gone."""
+def one_pass(model, optimizer, loader, *, factor=1.0):
+    for a, b in loader:
+        (factor * (model(a) - b)).pow(2).mean().backward()
+        optimizer.step()
+
+
+def released(engine):
+    """The sum that was released last."""
+    return torch.cat([part.flatten() for part in engine._step.sampler.added[-1]])
+
+
+@pytest.mark.parametrize("pieces", [None, 4])
+@pytest.mark.parametrize("steps", ["none", "of the first piece", "one too many"])
+def test_what_was_given_up_does_not_leak_into_the_next_batch(steps, pieces):
+    """Backward without a step, a piece without its end, and a step that was refused."""
     torch.manual_seed(7)
     x, y = torch.randn(10, 3), torch.randn(10, 1)
-    engine, model, optimizer, loader = private(
-        nn.Linear(3, 1), x, y, batch_size=10, max_physical_batch_size=4
-    )
-    for _ in range(2):
-        for a, b in loader:
-            (model(a) - b).pow(2).mean().backward()
+    model = nn.Linear(3, 1)
+    settings = {"batch_size": 10, "max_physical_batch_size": pieces, "rehearse": False}
+    engine, *made = private(copy.deepcopy(model), x, y, **settings)
+    one_pass(*made)
+    expected = released(engine)
+    engine, model, optimizer, loader = private(model, x, y, **settings)
+    optimizer.param_groups[0]["lr"] = 0.0
+    for _ in range(3):
+        a, b = next(iter(loader))
+        (1e6 * (model(a) - b)).pow(2).mean().backward()
+        if steps != "none":
             optimizer.step()
-            break
-    assert engine.accountant.steps == 0
-    assert sum(float(s.abs().sum() > 0) for s in engine._step._sums.values()) == 2
-    before = {k: v.clone() for k, v in engine._step._sums.items()}
-    for a, b in loader:
-        (model(a) - b).pow(2).mean().backward()
-        optimizer.step()
-        break
-    for key, value in engine._step._sums.items():
-        torch.testing.assert_close(value, before[key])
-
-
-def test_a_batch_allows_one_step_and_the_refused_one_changes_nothing():
-    """Two releases of one sample would cost more than the two independent ones in the ledger."""
-    x, y = torch.randn(12, 3), torch.randn(12, 1)
-    for pieces in (None, 5):
-        engine, model, optimizer, loader = private(
-            nn.Linear(3, 1), x, y, batch_size=12, max_physical_batch_size=pieces
-        )
-        with pytest.raises(BookkeepingError, match="one step"):
-            optimizer.step()  # before any batch
-        for a, b in loader:
-            (model(a) - b).pow(2).mean().backward()
-            optimizer.step()
-            before = engine.accountant.to_json(), copy.deepcopy(engine._step._sums)
-            weights = model.weight.detach().clone()
+        if steps == "one too many":
             (model(a) - b).pow(2).mean().backward()
             with pytest.raises(BookkeepingError, match="one step"):
                 optimizer.step()
-            assert engine.accountant.to_json() == before[0]
-            torch.testing.assert_close(engine._step._sums, before[1])
-            assert torch.equal(weights, model.weight)
-        assert engine.accountant.steps == 1
+    before = engine.accountant.steps
+    assert before == (0 if pieces or steps == "none" else 3)
+    one_pass(model, optimizer, loader)
+    assert engine.accountant.steps == before + 1
+    torch.testing.assert_close(released(engine), expected, rtol=1e-12, atol=0)
 
 
-def test_what_was_recorded_on_a_batch_without_a_step_is_forgotten():
-    torch.manual_seed(8)
+@pytest.mark.parametrize("pieces", [None, 5])
+def test_a_batch_allows_one_step_and_the_refused_one_changes_nothing(pieces):
+    """Two releases of one sample would cost more than the two independent ones in the ledger."""
     x, y = torch.randn(12, 3), torch.randn(12, 1)
-    _, model, optimizer, loader = private(nn.Linear(3, 1), x, y, batch_size=12)
-    start = {k: v.clone() for k, v in model.state_dict().items()}
-    for _ in range(3):  # backward, but no step
-        for a, b in loader:
-            (1e6 * (model(a) - b)).pow(2).mean().backward()
-    for a, b in loader:
-        (model(a) - b).pow(2).mean().backward()
+    engine, model, optimizer, loader = private(
+        nn.Linear(3, 1), x, y, batch_size=12, max_physical_batch_size=pieces, rehearse=False
+    )
+    with pytest.raises(BookkeepingError, match="one step"):
+        optimizer.step()  # before any batch
+    a, b = next(iter(loader))
+    (model(a) - b).pow(2).mean().backward()
+    optimizer.step()
+    assert engine.accountant.steps == int(pieces is None)
+    before, weights = engine.accountant.to_json(), model.weight.detach().clone()
+    (model(a) - b).pow(2).mean().backward()
+    with pytest.raises(BookkeepingError, match="one step"):
         optimizer.step()
-    moved = {k: v - start[k] for k, v in model.state_dict().items()}
-    model.load_state_dict(start)
-    for a, b in loader:
-        (model(a) - b).pow(2).mean().backward()
-        optimizer.step()
-    for key, value in model.state_dict().items():
-        torch.testing.assert_close(value - start[key], moved[key])
+    assert engine.accountant.to_json() == before
+    assert torch.equal(weights, model.weight)
 
 
 @pytest.mark.parametrize("cached", [1, 3 * 36 * 18])

@@ -10,7 +10,8 @@ from torch import nn
 from lap2.train import convolution
 from lap2.train.arena import Arena
 from lap2.train.gradients import Dense
-from lap2.train.recorder import Recorder
+
+from ..helpers import norms, recorded
 
 numba = pytest.importorskip("numba")
 _threads = pytest.importorskip("lap2.train._threads")
@@ -29,8 +30,8 @@ def formed(module, x, g):
     shape = (len(x), *windows.shape[3:], g.shape[1])
     values = torch.full(shape, math.nan)
     squares = convolution._form_compiled(windows, grads, values)
-    norms = values.double().square().flatten(1).sum(dim=1).float()
-    torch.testing.assert_close(squares, norms, equal_nan=True)
+    exact = values.double().square().flatten(1).sum(dim=1)
+    torch.testing.assert_close(squares, exact, rtol=1e-13, atol=0, equal_nan=True)
     expected = torch.empty(shape, dtype=torch.float64)
     convolution._form(windows.double(), grads.double(), expected, Arena())
     return values, expected
@@ -107,7 +108,7 @@ def test_what_the_kernel_cannot_do_is_left_to_torch(module, dtype):
     assert not values.any()
     found = convolution.conv2d_gradients(module, x, g, Arena())
     expected = torch.einsum("byxijc,byxo->bocij", windows, grads)
-    torch.testing.assert_close(found.explicit(), expected)
+    torch.testing.assert_close(found.explicit(), expected, check_dtype=False)
 
 
 def test_without_numba_torch_does_it(monkeypatch):
@@ -117,11 +118,16 @@ def test_without_numba_torch_does_it(monkeypatch):
     monkeypatch.setattr(convolution, "kernel", lambda _: None)
     products = convolution.conv2d_gradients(module, x, g, Arena())
     assert isinstance(compiled, Dense)
-    torch.testing.assert_close(compiled.explicit(), products.explicit(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(compiled.square_norms(), products.square_norms())
+    torch.testing.assert_close(
+        compiled.explicit(), products.explicit(), rtol=1e-5, atol=1e-5, check_dtype=False
+    )
+    torch.testing.assert_close(norms(compiled), norms(products), rtol=1e-6, atol=0)
+    for gradient in (compiled, products):  # norms of the numbers that are added up
+        exact = gradient.explicit().double().flatten(1).norm(dim=1)
+        torch.testing.assert_close(norms(gradient), exact, rtol=1e-13, atol=0)
     bad = torch.tensor([True, False, False, True])
     compiled.zero(bad)
-    assert (compiled.square_norms() == 0).tolist() == bad.tolist()
+    assert (norms(compiled) == 0).tolist() == bad.tolist()
 
 
 def test_memory_is_where_the_image_is():
@@ -129,7 +135,7 @@ def test_memory_is_where_the_image_is():
     x, g = example(module, 4, (8, 8))
     with torch.device("meta"):
         found = convolution.conv2d_gradients(module, x, g, Arena())
-    assert found.square_norms().device.type == "cpu"
+    assert norms(found).device.type == "cpu"
 
 
 def test_a_negative_view_keeps_its_sign():
@@ -137,7 +143,9 @@ def test_a_negative_view_keeps_its_sign():
     x, g = example(module, 4, (8, 8))
     found = convolution.conv2d_gradients(module, x, torch._neg_view(g), Arena())
     expected = convolution.conv2d_gradients(module, x, -g, Arena())
-    torch.testing.assert_close(found.explicit(), expected.explicit(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.explicit(), expected.explicit(), rtol=1e-5, atol=1e-5, check_dtype=False
+    )
 
 
 def test_work_that_stops_is_no_result():
@@ -172,16 +180,6 @@ def network():
     return nn.Sequential(*layers)
 
 
-def gradients(model, run):
-    """All per-example gradients after ``run``, by name."""
-    recorder = Recorder(model)
-    run()
-    recorded = recorder.collect(loss_reduction="sum")
-    found = {recorder.names[id(g.param)]: g.explicit().clone() for g in recorded.gradients}
-    recorder.remove()
-    return found
-
-
 def test_gradients_formed_in_backward_last_until_they_are_collected():
     """Several passes before a step share the scratch memory."""
     model, x = network(), torch.randn(6, 1, 8, 8)
@@ -190,9 +188,9 @@ def test_gradients_formed_in_backward_last_until_they_are_collected():
         model(x).square().sum().backward()
         model(2 * x).sum().backward()
 
-    found = gradients(model, both)
-    first = gradients(model, lambda: model(x).square().sum().backward())
-    second = gradients(model, lambda: model(2 * x).sum().backward())
+    found = recorded(model, both)
+    first = recorded(model, lambda: model(x).square().sum().backward())
+    second = recorded(model, lambda: model(2 * x).sum().backward())
     for name, values in found.items():
         torch.testing.assert_close(values, first[name] + second[name], rtol=1e-4, atol=1e-4)
 
@@ -205,6 +203,6 @@ def test_a_graph_that_is_used_twice_counts_twice():
         loss.backward(retain_graph=True)
         loss.backward()
 
-    once = gradients(model, lambda: model(x).square().sum().backward())
-    for name, values in gradients(model, twice).items():
+    once = recorded(model, lambda: model(x).square().sum().backward())
+    for name, values in recorded(model, twice).items():
         torch.testing.assert_close(values, 2 * once[name], rtol=1e-4, atol=1e-4)

@@ -86,6 +86,11 @@ def test_tied_parameters_count_once_and_where_they_have_a_rule():
         (lambda: nn.TransformerEncoderLayer(WIDTH, 2), "batch_first=True"),
         (lambda: nn.MultiheadAttention(WIDTH, 2, add_zero_attn=True, batch_first=True), "add_zero"),
         (lambda: Block(WIDTH, inner=nn.Dropout(0.1)), "set its p to 0"),
+        (
+            lambda: Block(WIDTH, inner=nn.BatchNorm1d(WIDTH)),
+            "its inner is a BatchNorm1d, which mixes",
+        ),
+        (lambda: Block(WIDTH, inner=nn.Embedding(5, WIDTH, max_norm=1.0)), "max_norm=None"),
         (lambda: Block(WIDTH, inner=nn.Linear(3000, 3000)), "leading dimension of 1"),
         (lambda: Gain(3000, 3000), "small module of its own"),
     ],

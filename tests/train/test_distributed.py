@@ -33,7 +33,7 @@ def results(folder, task):
 def folder(tmp_path_factory):
     """One start of two processes for all tasks: loading torch twice takes longer than they do."""
     folder = tmp_path_factory.mktemp("world")
-    done = torchrun(folder, "equal", "noise", "empty", "refused")
+    done = torchrun(folder, "equal", "noise", "empty", "mixing", "refused")
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -72,9 +72,18 @@ def test_empty_local_batches_do_not_desynchronise(folder):
     assert first["sizes"] != second["sizes"]
     assert first["ledger"] == second["ledger"]
     assert first["weights"] == second["weights"]
+    assert first["rehearsed"] == second["rehearsed"] > 20
+    assert first["is_guarantee"]
+    assert second["is_guarantee"]
     accountant = lap2.Accountant.from_json(first["ledger"])
     assert accountant.steps == 50
     assert accountant.ledger[0].sampling_prob == first["prob"] == 0.02
+
+
+def test_each_rank_rehearses(folder):
+    for result in results(folder, "mixing"):
+        assert "examples are mixed" in result["message"]
+        assert result["steps"] == 0
 
 
 def test_ranks_that_disagree_and_wrapped_models_are_refused(folder):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from lap2.noise import SecureLaplace
 from lap2.train import PrivacyEngine
 from lap2.train import rotate as module
 from lap2.train.rotate import gather, spread, spread_size
+from lap2.train.rounding import _TURN, UNIT
+
+from ..helpers import mp, real, whole
 
 SIZES = [1, 10, 31, 32, 100, 1000, 16_384, 26_010, 70_001, 600_000]
 
@@ -87,6 +91,36 @@ def test_repeated_coordinates_let_a_clamp_do_as_well_as_gaussian_noise(
 def test_it_is_an_orthonormal_matrix():
     rows = torch.stack([spread([row]) for row in torch.eye(300)])
     torch.testing.assert_close(rows @ rows.T, torch.eye(300, dtype=torch.float64))
+
+
+def exact_turn(flat, block):
+    """Exactly, in whole numbers, but for the factor that makes it orthonormal."""
+    _, signs = module._basis(block, torch.device("cpu"))
+    rows = whole(flat).reshape(block, -1) * signs.int().numpy().astype(object)
+    half = 1
+    while half < block:
+        pairs = rows.reshape(-1, 2, half, rows.shape[1])
+        rows = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+        rows, half = rows.reshape(block, -1), 2 * half
+    return rows.flatten()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("size", "block"), [(1000, 32), (1500, 64), (16_384, 1024)])
+def test_what_it_rounds_is_within_the_constant_of_the_proof(size, block, compiled, monkeypatch):
+    monkeypatch.setattr(signal, "_RELEASED", 0)
+    if not compiled:
+        without_numba(monkeypatch)
+    assert module._block(size) == block
+    torch.manual_seed(size)
+    same, ordinary = torch.ones(size, dtype=torch.float64) / 3, torch.randn(size).double()
+    for flat in (same, ordinary, ordinary.exp() ** 9):
+        flat = torch.cat([flat, torch.zeros(-size % block)])  # noqa: PLW2901 - filled up
+        exact = [real(value) / mp.sqrt(block) for value in exact_turn(flat, block)]
+        found = map(real, whole(spread([flat[:size]])))
+        error = sum((one - other) ** 2 for one, other in zip(found, exact, strict=True))
+        length = sum(value**2 for value in exact)
+        assert mp.sqrt(error) <= _TURN * UNIT * mp.sqrt(length)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -34,7 +34,8 @@ def make(*, noise=1.0, clip=1.0, width=4, batch_size=8, records=40, lr=0.1, **kw
     return engine, model, optimizer, loader, scheduler
 
 
-def train(model, optimizer, loader, scheduler=None, *, limit=None):
+def train(model, optimizer, loader, scheduler=None, *, limit=None, after=lambda: None):
+    """How many steps were taken, rehearsals left out; ``after`` is called after these, too."""
     count = 0
     for x, y in loader:
         optimizer.zero_grad()
@@ -42,8 +43,9 @@ def train(model, optimizer, loader, scheduler=None, *, limit=None):
         optimizer.step()
         if scheduler:
             scheduler.step()
-        count += 1
-        if count == limit:
+        count += loader.ends_batch
+        after()
+        if loader.ends_batch and count == limit:
             break
     return count
 
@@ -74,6 +76,25 @@ def test_everything_comes_back(tmp_path):
     assert train(model2, optimizer2, loader2) == 5
     assert again.accountant.steps == 15
     assert again.get_epsilon(1e-5) > engine.get_epsilon(1e-5)
+
+
+def test_a_checkpoint_made_in_a_rehearsal_has_the_schedule_of_the_steps_so_far(tmp_path):
+    """A loop that counts its iterations may save in any of them."""
+    engine, model, optimizer, loader, scheduler = make()
+    where = []
+
+    def save():
+        engine.save(tmp_path / "run.pt", scheduler=scheduler)
+        again, _, optimizer2, _, scheduler2 = make()
+        resumed = again.load(tmp_path / "run.pt", scheduler=scheduler2)
+        assert (resumed.steps, resumed.lost_steps) == (engine.accountant.steps, 0)
+        assert scheduler2.last_epoch == engine.accountant.steps
+        assert optimizer2.param_groups[0]["lr"] == scheduler2.get_last_lr()[0]
+        where.append(loader.ends_batch)
+
+    train(model, optimizer, loader, scheduler, after=save)
+    assert (where.count(True), where.count(False) > 3) == (5, True)
+    assert scheduler.last_epoch == 5
 
 
 def test_steps_after_the_checkpoint_are_counted_though_the_model_lost_them(tmp_path):
@@ -348,6 +369,8 @@ KILLED = textwrap.dedent(
                     optimizer.zero_grad()
                     nn.functional.cross_entropy(model(x), y).backward()
                     optimizer.step()
+                    if not loader.ends_batch:  # a rehearsal
+                        continue
                     log.write("x")
                     log.flush()
                     if engine.accountant.steps % 3 == 0:

@@ -5,6 +5,7 @@ one part replaced by a mistake that a real library has made.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,22 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from lap2.noise import SecureLaplace
 from lap2.train import BookkeepingError, PoissonLoader, PrivacyEngine
 from lap2.train.arena import Arena
-from lap2.train.gradients import Dense, Outer, Rows, Tied
+from lap2.train.gradients import Dense, Outer, Rows, Size, Tied
+from lap2.train.rounding import SHRINK
 from lap2.train.step import PrivateStep
 
+from ..helpers import NoNoise, norms, weighted_sum
+
 CLIP = 0.5
-
-
-class Off:
-    """Noise that is none, to look at the clipped sum."""
-
-    is_secure = False
-
-    def added_sensitivity(self, _scale, _size):
-        return 0.0
-
-    def add(self, _array, _scale):
-        return 0.0
 
 
 def make(*, records=400, batch_size=40, width=60, noise=2.0, sampler=None, **kwargs):
@@ -46,7 +38,7 @@ def make(*, records=400, batch_size=40, width=60, noise=2.0, sampler=None, **kwa
         noise_multiplier=noise,
         max_grad_norm=CLIP,
         denoise="none",
-        **kwargs,
+        **{"rehearse": False, **kwargs},
     )
     return engine, model, optimizer, loader
 
@@ -60,7 +52,7 @@ def steps(*, weight=0.0, limit=None, **kwargs):
         (weight * model(x).flatten(1).sum(1)).sum().backward()
         optimizer.step()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-        yield engine, [40 * grad for grad in grads], len(x)
+        yield engine, [40 * grad for grad in grads], loader.piece.size
 
 
 def check_scale():
@@ -94,7 +86,7 @@ def check_noise_is_fresh():
 def check_divisor():
     """Failure 10: the divisor is the public expected batch size, whatever the batch."""
     sizes = set()
-    for _, grads, size in steps(weight=1.0, sampler=Off()):
+    for _, grads, size in steps(weight=1.0, sampler=NoNoise()):
         total = torch.cat([g.flatten() for g in grads]).norm()
         assert total == pytest.approx(CLIP * size, rel=1e-3)
         sizes.add(size)
@@ -126,10 +118,20 @@ def check_ledger_length():
     assert empty > 5
 
 
+def check_stand_in_contributes_nothing():
+    """The record that stands in for an empty sample was not sampled, so it must not count."""
+    empty = 0
+    for _, grads, size in steps(weight=1.0, batch_size=1, sampler=NoNoise(), limit=60):
+        empty += size == 0
+        total = torch.cat([g.flatten() for g in grads]).norm()
+        assert total / 40 == pytest.approx(CLIP * size, rel=1e-3)
+    assert empty > 5
+
+
 def check_bounded_contribution():
     """Failure 8 and the clip itself: one record, however huge, moves the sum by at most C."""
     for value in (1.0, 1e18, math.inf, math.nan):
-        for _, grads, size in steps(weight=value, sampler=Off(), limit=3):
+        for _, grads, size in steps(weight=value, sampler=NoNoise(), limit=3):
             total = torch.cat([g.flatten() for g in grads]).double().norm()
             assert total <= CLIP * size
             assert total == 0 or value < 1e30
@@ -137,7 +139,8 @@ def check_bounded_contribution():
 
 CHECKS = {f.__name__: f for f in (
     check_scale, check_every_coordinate_is_noised_once, check_noise_is_fresh, check_divisor,
-    check_sampling, check_ledger_length, check_bounded_contribution,
+    check_sampling, check_ledger_length, check_stand_in_contributes_nothing,
+    check_bounded_contribution,
 )}  # fmt: skip
 
 
@@ -169,7 +172,7 @@ def seeded(self, array, scale):
 
 def by_realised_batch(release):
     def broken(self):
-        self.divisor = max(1, self.loader.piece_size)
+        self.divisor = max(1, self.loader.piece.size)
         release(self)
 
     return broken
@@ -188,11 +191,19 @@ def one_mask(self):
 
 
 def skip_empty(advance):
-    return lambda self: self.loader.piece_size > 0 and advance(self)
+    return lambda self: self.loader.piece.size > 0 and advance(self)
 
 
-def unclipped(values):
-    return torch.zeros(values._g.shape[0])
+def counted(take):
+    def broken(self):
+        piece = take(self)
+        return replace(piece, size=max(1, piece.size), total=max(1, piece.total))
+
+    return broken
+
+
+def unclipped(values, _power, dtype):
+    return Size(*torch.zeros(2, values._g.shape[0], dtype=dtype))
 
 
 MISTAKES = [
@@ -208,7 +219,8 @@ MISTAKES = [
     ("check_sampling", PoissonLoader, "sample", other_probability),
     ("check_sampling", PoissonLoader, "sample", one_mask),
     ("check_ledger_length", PrivateStep, "advance", skip_empty(PrivateStep.advance)),
-    ("check_bounded_contribution", Outer, "square_norms", unclipped),
+    ("check_stand_in_contributes_nothing", PoissonLoader, "take", counted(PoissonLoader.take)),
+    ("check_bounded_contribution", Outer, "size", unclipped),
 ]
 
 
@@ -220,6 +232,8 @@ def test_the_check_fails_on_the_mistake(name, owner, attribute, mistake, monkeyp
 
 
 SIZE = 125_000_000
+EXACT = 2.0**-22
+"""By which share of itself a norm may be too small: clipping aims four times as far below."""
 
 
 @pytest.mark.parametrize("kind", ["constant", "random"])
@@ -228,37 +242,43 @@ def test_norms_are_right_at_125_million_coordinates(kind):
     torch.manual_seed(0)
     values = torch.full((1, SIZE), 0.01) if kind == "constant" else torch.randn(1, SIZE)
     truth = math.sqrt(sum(float(part.double().square().sum()) for part in values[0].split(1 << 22)))
-    found = float(Dense(torch.empty(SIZE), values).square_norms().sqrt())
-    assert found == pytest.approx(truth, rel=1e-5)
+    found = float(norms(Dense(torch.empty(SIZE), values)))
+    assert found == pytest.approx(truth, rel=EXACT)
 
 
-@pytest.mark.parametrize("positions", [1, 3, 2000])
-def test_norms_of_long_rows_are_right(positions):
+@pytest.mark.parametrize(
+    ("positions", "rows", "columns", "formed"),
+    [(1, 2, 4_000_000, False), (3, 2, 4_000_000, True), (3, 4000, 4000, False), (2000, 2, 4, True)],
+)
+def test_norms_of_long_rows_are_right(positions, rows, columns, formed):
     """Failures 5 and 6: rank-one, ghost and direct norms of constants, where rounding is worst."""
-    rows, columns = (2, 4_000_000) if positions < 2000 else (2, 4000)
     inputs = torch.full((1, positions, columns), 0.01)
     grads = torch.full((1, positions, rows), 0.01)
-    truth = 0.01 * 0.01 * positions * math.sqrt(rows * columns)
-    found = Outer(torch.empty(rows, columns), inputs, grads, arena=Arena()).square_norms().sqrt()
-    assert truth * (1 - 1e-5) <= float(found) <= truth * (1 + 1e-3)
+    constant = float(inputs[0, 0, 0])
+    truth = constant * constant * positions * math.sqrt(rows * columns)
+    outer = Outer(torch.empty(rows, columns), inputs, grads, arena=Arena())
+    assert outer._formed == formed
+    assert truth * (1 - EXACT) <= float(norms(outer)) <= truth * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "every second", "transposed"])
+@pytest.mark.parametrize("positions", [1, 2])
 @pytest.mark.parametrize("width", [512, 2048, 8192])
-def test_norms_lose_no_small_numbers(width, layout):
+def test_norms_lose_no_small_numbers(width, positions, layout):
     """Each square is half a unit of the sum so far: added one by one, all of them vanish."""
     vector = torch.full((2, 1, width), 2.0**-12)
     vector[..., : 8 if layout == "contiguous" else 1] = 1.0  # one in each of eight lanes
+    vector = vector.repeat(1, positions, 1)
     if layout == "every second":
         vector = torch.stack([vector, vector], dim=3)[..., 0]
     elif layout == "transposed":
         vector = vector.mT.contiguous().mT
     outer = Outer(torch.empty(width, width), vector, vector, arena=Arena())
     dense = Dense(torch.empty(width), vector[:, 0])
-    truth = vector[0].double().square().sum()
-    slack = (1 - 2**-15) ** 2  # half of what clipping leaves room for
-    assert (outer.square_norms().double() >= truth.square() * slack).all()
-    assert (dense.square_norms().double() >= truth * slack).all()
+    truth = vector[0, 0].double().square().sum()
+    assert not outer._formed
+    assert (norms(outer) >= positions * truth * (1 - EXACT)).all()
+    assert (norms(dense) >= truth.sqrt() * (1 - EXACT)).all()
 
 
 def test_sums_that_overflow_downwards_are_not_small():
@@ -273,7 +293,7 @@ def test_sums_that_overflow_downwards_are_not_small():
     rows = Rows(torch.empty(3, 8), torch.zeros(1, 6, dtype=torch.long), looked)
     truth = abs(float(terms.double().sum()))
     for found in (outer, rows):
-        assert float(found.square_norms().sqrt()) >= truth
+        assert float(norms(found)) >= truth
 
 
 @pytest.mark.parametrize("kind", ["outer", "rows", "tied"])
@@ -286,24 +306,25 @@ def test_what_cancels_stays_within_its_l1_clip(kind):
     outer = Outer(torch.empty(48, 64), inputs, torch.ones(1, 4, 48), arena=Arena())
     rows = Rows(outer.param, index, inputs)
     found = {"outer": outer, "rows": rows, "tied": Tied(rows, outer)}[kind]
-    weight = (1 / found.abs_sums()).clamp(max=1.0)
-    assert float(found.weighted_sum(weight).double().abs().sum()) <= 1.0
+    weight = (SHRINK / norms(found, 1)).clamp(max=1.0)
+    assert float(weighted_sum(found, weight).abs().sum()) <= 1.0
 
 
 def test_norms_of_repeated_rows_are_right():
     grads = torch.full((1, 512, 768), 0.01)
-    found = Rows(torch.empty(5, 768), torch.zeros(1, 512, dtype=torch.long), grads).square_norms()
-    assert float(found.sqrt()) == pytest.approx(0.01 * 512 * math.sqrt(768), rel=1e-4)
+    found = norms(Rows(torch.empty(5, 768), torch.zeros(1, 512, dtype=torch.long), grads))
+    truth = float(grads[0, 0, 0]) * 512 * math.sqrt(768)
+    assert truth * (1 - EXACT) <= float(found) <= truth * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("step_too", [False, True])
 def test_sums_under_autocast_are_not_in_low_precision(step_too):
     """Failure 7: sums in bfloat16 stop growing at 256 equal terms, or grow too far."""
-    engine, model, optimizer, loader = make(records=2048, batch_size=2048, sampler=Off())
+    engine, model, optimizer, loader = make(records=2048, batch_size=2048, sampler=NoNoise())
     for (x,) in loader:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(x).flatten(1).sum(1).sum()
-        loss.backward()
+            losses = model(x).flatten(1).sum(1)
+        engine.backward(losses)
         with torch.autocast("cpu", torch.bfloat16, enabled=step_too):
             optimizer.step()
     total = 2048 * torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm()
@@ -319,7 +340,7 @@ def test_channels_last_inputs_give_the_same_sum():
     for form in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(2)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten())
-        engine = PrivacyEngine(sampler=Off())
+        engine = PrivacyEngine(sampler=NoNoise())
         model, optimizer, loader = engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
@@ -345,7 +366,7 @@ def test_small_inputs_with_large_gradients_do_not_hide_from_the_norm():
         model = nn.Linear(3, 2, bias=False)
         x = 4.5e-23 * torch.rand(1, positions, 3)
         x[:, 1:] = 1.0
-        engine = PrivacyEngine(sampler=Off())
+        engine = PrivacyEngine(sampler=NoNoise())
         model, optimizer, loader = engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
@@ -380,13 +401,16 @@ def test_a_scheduler_does_not_hide_the_private_step(before):
     )
     if not before:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for count, (x,) in enumerate(loader):
+    count = rehearsed = 0
+    for (x,) in loader:
         weights = model.weight.detach().clone()
         (0 * model(x)).sum().backward()
         optimizer.step()
         scheduler.step()
-        assert engine.accountant.steps == count + 1
-        assert not torch.equal(weights, model.weight)  # noise
+        count, rehearsed = count + loader.ends_batch, rehearsed + (not loader.ends_batch)
+        assert engine.accountant.steps == count
+        assert torch.equal(weights, model.weight) != loader.ends_batch  # moved by noise alone
+    assert (count, rehearsed > 3) == (3, True)
     assert scheduler.get_last_lr() == [0.0625]
 
 
@@ -423,10 +447,11 @@ def test_tiny_times_huge_stays_within_its_clip():
     inputs = torch.full((1, 1, 2), 2e38)
     grads = torch.full((1, 1, 2), 3 * 2.0**-149)
     outer = Outer(torch.empty(2, 2), inputs, grads, arena=Arena())
-    norm = outer.square_norms().sqrt()
-    torch.testing.assert_close(norm.double(), torch.tensor([2 * 2e38 * 3 * 2.0**-149]).double())
-    clipped = outer.weighted_sum(torch.tensor([0.25]))
-    assert torch.linalg.vector_norm(clipped) <= 0.25 * norm * (1 + 1e-5)
+    norm = norms(outer)
+    truth = 2 * float(inputs[0, 0, 0]) * 3 * 2.0**-149
+    torch.testing.assert_close(norm, torch.tensor([truth], dtype=torch.float64))
+    clipped = weighted_sum(outer, torch.tensor([0.25]))
+    assert torch.linalg.vector_norm(clipped) <= 0.25 * norm * (1 + EXACT)
 
 
 @pytest.mark.parametrize(
@@ -446,5 +471,7 @@ def test_a_batch_has_the_rows_that_were_sampled(records, monkeypatch):
     sampled = [np.array([3, 7, 20]), np.array([49]), np.array([], dtype=np.int64)]
     monkeypatch.setattr(loader, "sample", iter([*sampled, *sampled]).__next__)
     for (batch,), index in zip(loader, [*sampled, *sampled[:2]], strict=True):
-        assert torch.equal(batch, records[torch.from_numpy(index)])
+        shown = index if index.size else np.array([0])  # a record stands in
+        assert torch.equal(batch, records[torch.from_numpy(shown)])
+        assert loader.piece.size == index.size
         assert batch.dtype == records.dtype

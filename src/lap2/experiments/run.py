@@ -136,15 +136,16 @@ class _Run:
 
     def _steps(self) -> Iterator[int]:
         """Take all steps that are left."""
-        loss_of = nn.CrossEntropyLoss(label_smoothing=self.recipe.label_smoothing)
+        smoothing = self.recipe.label_smoothing
+        losses_of = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction="none")
         while self.step < self.total:
             for inputs, labels in self.loader:
                 started = time.perf_counter()
                 self.optimizer.zero_grad()
-                loss_of(self.model(inputs), labels).backward()
+                self.engine.backward(losses_of(self.model(inputs), labels))
                 self.optimizer.step()
                 self.seconds += time.perf_counter() - started
-                if not self.loader.ends_batch:  # only a piece of it
+                if not self.loader.ends_batch:  # only a piece of it, or a rehearsal
                     continue
                 self.schedule.step()
                 self.step += 1

@@ -1,4 +1,4 @@
-"""What a step under Opacus is: its ledger, its sample, and a clipped sum with Laplace noise.
+"""What a step under Opacus is: its ledger, and a clipped sum with Laplace noise.
 
 The engine that puts the parts together is :mod:`lap2.interop.opacus`.
 """
@@ -7,40 +7,48 @@ The engine that puts the parts together is :mod:`lap2.interop.opacus`.
 # (Opacus hangs its results on parameters, as attributes torch does not know.)
 
 import math
-from collections import deque
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from opacus.accountants import IAccountant, register_accountant
 from opacus.optimizers import DistributedDPOptimizer, DPOptimizer
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lap2 import _validate
 from lap2.accountant import Accountant
+from lap2.interop._opacus_loader import OVER
 from lap2.mechanism import Laplace
 from lap2.noise import SecureLaplace, accounted_noise_multiplier
-from lap2.train import BookkeepingError, Denoiser, PoissonLoader
+from lap2.train import BookkeepingError, Denoiser
 from lap2.train.precision import full_precision
 from lap2.train.rotate import gather, spread, spread_size
+from lap2.train.rounding import SHRINK, UNIT
+from lap2.train.writes import Writes
 
 __all__ = [
     "DistributedLaplaceDPOptimizer",
     "LaplaceAccountant",
     "LaplaceDPOptimizer",
-    "Loader",
-    "PoissonSampler",
+    "accounted",
+    "positive_clip",
     "released_size",
+    "rounding",
+    "world_size",
 ]
 
-_CHUNK = 1024
-_SHRINK = 1 - 2.0**-14
-"""Clipping aims this far below the clip. Whatever the order of its additions, float32 errs by at
-most ``_CHUNK`` 2^-24 = 2^-14 in a sum of ``_CHUNK`` squares, so by 2^-15 in its root; the sum over
-chunks is in float64; the factor and its product with the gradient are rounded to 2^-24 each."""
+_CHUNK = 2**18
+"""Numbers that are widened to float64 at a time."""
+_LEAST_CLIP = 2.0**-900
+"""Far below it, products that underflow in float64 would matter."""
+
+_UNUSED = (
+    "fetch one batch at a time, and take a step on each, also on an empty one: a batch was fetched "
+    "while the one before was not used. Wrappers that read ahead (such as Accelerate's prepare) "
+    "must be left out, and a batch cannot be skipped for what is in it"
+)
 
 
 class LaplaceAccountant(IAccountant):
@@ -128,72 +136,21 @@ class LaplaceAccountant(IAccountant):
         self.inner = inner
 
 
-class PoissonSampler(UniformWithReplacementSampler):
-    """This rank's share of each Poisson sample; an empty sample is a sample.
-
-    Inclusion is decided by :class:`lap2.train.PoissonLoader` under fresh keys of the operating
-    system: no seed can repeat it, on this rank or another.
-    """
-
-    def __init__(
-        self, size: int, *, prob: float, steps: int, shard: tuple[int, int], prefetch: bool
-    ) -> None:
-        share = len(range(shard[0], size, shard[1]))
-        super().__init__(num_samples=share, sample_rate=prob, steps=steps)
-        self._source = PoissonLoader(range(size), sampling_prob=prob, steps=steps, shard=shard)  # pyright: ignore[reportArgumentType]
-        self._prefetch, self._drawn, self.passes = prefetch, deque[int](), 0
-        self.begin_batch: Callable[[int], None] = lambda _: None
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self._drawn.clear()
-        self.passes += 1
-        this = self.passes
-        for _ in range(self.steps):
-            self.refuse_unless(this)
-            index = self._source.sample()
-            self._drawn.append(len(index))
-            if not self._prefetch:
-                self.hand_out()
-            yield index.tolist()
-
-    def hand_out(self) -> None:
-        """Tell the optimizer of the batch that is about to be seen."""
-        self.begin_batch(self._drawn.popleft())
-
-    def refuse_unless(self, this: int) -> None:
-        if self.passes != this:
-            raise BookkeepingError("a pass over the loader ends where another one begins")
-
-
-class Loader(DataLoader):
-    """Knows which batch is handed out when workers have drawn others ahead."""
-
-    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        sampler: Any = self.batch_sampler
-        batches = super().__iter__()
-        if not self.num_workers:
-            yield from batches
-            return
-        this = sampler.passes
-        for batch in batches:
-            sampler.refuse_unless(this)
-            sampler.hand_out()
-            yield batch
-
-
 class LaplaceDPOptimizer(DPOptimizer):
     """Opacus's optimizer with lap2's clipping, noise and ledger; :class:`PrivacyEngine` makes it.
 
     One sample of the loader allows one release. A step that cannot be accounted raises and leaves
-    the ledger as it was. An example whose gradient is not finite, or too large for float32 to
-    square, contributes nothing and is counted in ``skipped_examples``.
+    the ledger as it was. An example whose gradient is not finite, or too large for its norm to be,
+    contributes nothing and is counted in ``skipped_examples``.
 
     Formal guarantee:
-        Each step releases a sum of gradients of l2 norm at most ``max_grad_norm``, however float32
-        rounds their norms, plus Laplace noise of scale ``noise_multiplier * max_grad_norm``. It is
-        in the ledger before the noise is drawn, with what the noise's own rounding adds to the
-        sensitivity. The sum over examples is assumed exact.
+        Each step releases a sum of per-example gradients, as Opacus left them, each scaled to an l2
+        norm of at most ``max_grad_norm``, plus Laplace noise of scale ``noise_multiplier *
+        max_grad_norm``. It is in the ledger before the noise is drawn, with what rounding adds to
+        the sensitivity: of norms, sums and the noise itself (docs/theory.md, section 12).
     """
+
+    world_size = 1
 
     def __init__(
         self,
@@ -202,56 +159,96 @@ class LaplaceDPOptimizer(DPOptimizer):
         accountant: LaplaceAccountant,
         sampling_prob: float,
         denoiser: Denoiser,
+        largest: int,
         prefetch: bool,
+        writes: Writes,
         **rest: Any,
     ) -> None:
         """Wrap ``optimizer``; ``rest`` are the arguments of Opacus's own."""
         super().__init__(optimizer, **rest)
+        self._largest, self._writes, self._begun = largest, writes, 0
         self.accountant, self.denoiser, self.skipped_examples = accountant, denoiser, 0
         self._prob, self._prefetch, self._noise = sampling_prob, prefetch, SecureLaplace()
         self._planned = [id(p) for p in self.params]
         self._dimension = sum(p.numel() for p in self.params)
         self._unseen = -1  # examples of the batch still to come; below 0, there is no batch
-        self._split, self._clip = False, 0.0
+        self._split, self._clip, self._cutter = False, 0.0, 0
 
     @property
     def accumulated_iterations(self) -> int:
         """One: a sample allows one release."""
         return 1
 
-    def begin_batch(self, size: int) -> None:
-        """Forget what is left of an earlier batch; the next step is for ``size`` new examples."""
-        self._unseen, self._split, self._clip = size, False, 0.0
+    def give_up(self) -> None:
+        """Forget what is left of a batch: another pass over the loader begins."""
+        self._unseen, self._split, self._clip, self._cutter = -1, False, 0.0, 0
         self._step_skip_queue.clear()
         self._is_last_step_skipped = False
         for p in self.params:
             p.summed_grad = p.grad_sample = None
 
+    def begin_batch(self, size: int) -> None:
+        """The next step is for ``size`` new examples."""
+        if self._unseen >= 0:
+            raise BookkeepingError(_UNUSED)
+        self.give_up()
+        self._unseen = size
+        self._begun += 1
+        # Comparing contents too takes time: at the first batches, then at doubling distances.
+        self._writes.begin(bits=self._begun & (self._begun - 1) == 0)
+
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Opacus's BatchMemoryManager announces the next piece of the batch."""
-        self._split, self._step_skip_queue[:] = True, [do_skip]
+        if self._prefetch:
+            raise ValueError(
+                "num_workers must be 0 with BatchMemoryManager, got more: a piece that workers "
+                "have drawn ahead cannot be told from the piece at hand"
+            )
+        if self._step_skip_queue:
+            raise BookkeepingError(_UNUSED)
+        cutter = id(sys._getframe(1))  # each pass has its own generator that cuts batches
+        if self._cutter not in (0, cutter):
+            raise BookkeepingError(OVER)
+        self._split, self._cutter, self._step_skip_queue[:] = True, cutter, [do_skip]
         for p in self.params:
             p.grad_sample = None
 
     def pre_step(self, closure: Any = None) -> Any:
         """Refuse, or go on with Opacus's own: clip, add noise, divide."""
+        self._check_settings()
+        self._check_examples()
+        if names := self._writes.changed():
+            raise BookkeepingError(
+                "nothing may be written into the model between fetching a batch and the step on "
+                f"it, got writes to {', '.join(map(repr, names))}: they may hold data of the "
+                "batch, without noise. Freeze such layers with .eval(), leave out max_norm and "
+                "running statistics"
+            )
+        return super().pre_step(closure)
+
+    def _check_settings(self) -> None:
+        """What the ledger counts on is as it was when the model was made private."""
         _validate.positive("noise_multiplier", self.noise_multiplier)
-        clip = _validate.positive("max_grad_norm", self.max_grad_norm)
-        if [id(p) for p in self.params] != self._planned:
-            raise ValueError(
-                f"the optimizer must hold the {len(self._planned)} trainable parameters it was "
-                f"made private with, got {len(self.params)}: the ledger counts on them"
-            )
-        if self._split and self._prefetch:
-            raise ValueError(
-                "num_workers must be 0 with BatchMemoryManager, got more: a piece that workers "
-                "have drawn ahead cannot be told from the piece at hand"
-            )
+        clip = positive_clip(self.max_grad_norm)
         if self._clip not in (0, clip):
             raise ValueError(
                 f"max_grad_norm must stay {self._clip} within a batch, got {clip}: earlier pieces "
                 "were clipped to that"
             )
+        if [id(p) for p in self.params] != self._planned:
+            raise ValueError(
+                f"the optimizer must hold the {len(self._planned)} trainable parameters it was "
+                f"made private with, got {len(self.params)}: the ledger counts on them"
+            )
+        if world_size() != self.world_size:
+            raise BookkeepingError(
+                f"torch.distributed must stay as it was in make_private, with {self.world_size} "
+                f"processes, got {world_size()}: each would release a sum of its own. Initialise "
+                "it before, and use DifferentiallyPrivateDistributedDataParallel"
+            )
+
+    def _check_examples(self) -> None:
+        """The gradients at hand are those of the batch that was fetched, and can be clipped."""
         if self._unseen < 0 or (self._split and not self._step_skip_queue):
             raise BookkeepingError(
                 "each batch that the loader yields allows one step: another would release the same "
@@ -265,7 +262,21 @@ class LaplaceDPOptimizer(DPOptimizer):
                 f"a step must be taken on {'all' if last else 'some'} of the {self._unseen} "
                 f"examples that the loader yielded, got per-example gradients of {found}"
             )
-        return super().pre_step(closure)
+        most = -(-self._largest // self.world_size)
+        if self._unseen > most:
+            raise BookkeepingError(
+                f"a sample may have {most} examples on each rank, got {self._unseen}: what "
+                "rounding does to longer sums is not accounted; use a smaller batch_size, or a "
+                "public_size that is not smaller than the true one"
+            )
+        half = {p.grad_sample.dtype for p in self.params if p.grad_sample is not None}
+        half -= {torch.float32, torch.float64}
+        if self.loss_reduction == "mean" and half:
+            raise BookkeepingError(
+                "loss_reduction must be 'sum' where gradients are in half precision, got 'mean' "
+                f"with {half}: 1 / B is rounded there, so that one more record moves the gradients "
+                "of all others. Sum the losses, and divide the learning rate by the batch size"
+            )
 
     def _get_flat_grad_sample(self, p: Any) -> Tensor:
         return p.new_zeros((0, *p.shape)) if p.grad_sample is None else p.grad_sample
@@ -275,18 +286,19 @@ class LaplaceDPOptimizer(DPOptimizer):
     def clip_and_accumulate(self) -> None:
         """Add each example's gradient to the sums, scaled to norm at most ``max_grad_norm``."""
         samples = self.grad_samples
-        device = samples[0].device
-        norms = torch.stack([_square_norms(g).to(device) for g in samples]).sum(dim=0).sqrt()
-        norms += math.sqrt(self._dimension) * 2.0**-63  # what squares that underflow can hide
+        home = _home(samples[0])
+        norms = torch.stack([_square_norms(g).to(home) for g in samples]).sum(dim=0).sqrt()
+        norms += math.sqrt(self._dimension) * 2.0**-511  # what squares that underflow can hide
         finite = norms.isfinite()
         skipped = int((~finite).sum())
         self.skipped_examples += skipped
-        factors = torch.where(finite, (self.max_grad_norm / norms).clamp(max=1.0) * _SHRINK, 0.0)
+        factors = torch.where(finite, (self.max_grad_norm / norms).clamp(max=1.0) * SHRINK, 0.0)
         for p, g in zip(self.params, samples, strict=True):
             if skipped:
                 g[~finite.to(g.device)] = 0
-            total = torch.einsum("b,b...->...", factors.to(g.device, p.dtype), g.to(p.dtype))
-            p.summed_grad = total if p.summed_grad is None else p.summed_grad.add_(total)
+            if p.summed_grad is None:
+                p.summed_grad = torch.zeros(p.shape, dtype=torch.float64, device=_home(p))
+            _add(p.summed_grad.view(-1), factors.to(_home(p)), g)
             p.grad_sample = None
         self._unseen -= len(norms)
         self._clip = self.max_grad_norm
@@ -296,10 +308,7 @@ class LaplaceDPOptimizer(DPOptimizer):
         """Enter the step in the ledger; then add noise, once, to all coordinates."""
         scale = self.noise_multiplier * self.max_grad_norm
         size = released_size(self._dimension, self.denoiser)
-        accounted = accounted_noise_multiplier(
-            self._noise, scale=scale, max_grad_norm=self.max_grad_norm, size=size
-        )
-        step = Laplace(accounted, size)
+        step = Laplace(accounted(self._noise, scale, self.max_grad_norm, size, self._largest), size)
         self.accountant.inner.compose(step, sampling_prob=self._prob)
         self._unseen = -1
         self._release(scale)
@@ -314,7 +323,7 @@ class LaplaceDPOptimizer(DPOptimizer):
             self.denoiser([flat], scale)
             gather(flat, sums)
         for p, total in zip(self.params, sums, strict=True):
-            p.grad, p.summed_grad = total.view_as(p), None
+            p.grad, p.summed_grad = total.view_as(p).to(p), None
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """On the optimizer inside, which steps when a batch is released."""
@@ -347,6 +356,37 @@ def released_size(dimension: int, denoiser: Denoiser) -> int:
     return dimension if denoiser.mode == "none" else spread_size(dimension)
 
 
+def rounding(largest: int) -> float:
+    """By which share of the clip, at most, rounding lets one record move a sum too far.
+
+    A sum of ``n <= largest`` vectors of norm at most C, each of which takes part in at most n
+    operations in float64, in any order, errs by at most ``n^2 2^-53 C``; adding up those of all
+    ranks, by ``n 2^-53 C`` for each; and the change of basis by ``1e-12 n C``. Both neighbouring
+    sums err (docs/theory.md, section 12).
+    """
+    return 2 * largest * ((largest + world_size()) * UNIT + 1e-12)
+
+
+def accounted(noise: SecureLaplace, scale: float, clip: float, size: int, largest: int) -> float:
+    """The noise multiplier to account for: ``b / C'``, where C' has what rounding adds to C."""
+    # Rounding is overestimated by more than the product can miss.
+    widened = clip * (1 + rounding(largest))
+    return accounted_noise_multiplier(noise, scale=scale, max_grad_norm=widened, size=size)
+
+
+def positive_clip(clip: Any) -> float:
+    """A clip that float64 can work with."""
+    if not _validate.positive("max_grad_norm", clip) >= _LEAST_CLIP:
+        raise ValueError(f"max_grad_norm must be at least 2^-900, got {clip!r}")
+    return float(clip)
+
+
+def world_size() -> int:
+    """The number of processes that torch.distributed knows of."""
+    ranks = torch.distributed
+    return ranks.get_world_size() if ranks.is_available() and ranks.is_initialized() else 1
+
+
 def _examples(p: Any) -> int:
     """How many per-example gradients a parameter has."""
     if isinstance(p.grad_sample, list):
@@ -357,16 +397,35 @@ def _examples(p: Any) -> int:
     return 0 if p.grad_sample is None else len(p.grad_sample)
 
 
+def _home(tensor: Tensor) -> torch.device:
+    """Where to compute in float64: Apple's GPUs cannot."""
+    return torch.device("cpu") if tensor.device.type == "mps" else tensor.device
+
+
+def _wide(gradients: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Parts of per-example gradients in float64, and the examples and coordinates they are of."""
+    examples, size = len(gradients), gradients[:1].numel()
+    count = min(max(_CHUNK // max(1, size), 16), 1024)
+    for first in range(0, examples, count):
+        rows = slice(first, first + count)
+        block = gradients[rows].unsqueeze(-1).flatten(1).to(_home(gradients))
+        for start in range(0, size, _CHUNK // count):
+            columns = slice(start, start + _CHUNK // count)
+            yield rows, columns, block[:, columns].double()
+
+
 def _square_norms(gradients: Tensor) -> Tensor:
-    """Squared l2 norm of each example's gradient, in float64; relative error at most 2^-14."""
-    flat = gradients.unsqueeze(-1).flatten(1)
-    if flat.dtype not in (torch.float32, torch.float64):  # as autocast leaves them
-        flat = flat.float()
-    whole = flat.shape[1] // _CHUNK
-    chunks = flat[:, : whole * _CHUNK].unflatten(1, (whole, _CHUNK))
-    remainder = torch.linalg.vector_norm(flat[:, whole * _CHUNK :], dim=1).double()
-    norms = torch.linalg.vector_norm(chunks, dim=2).double()
-    return norms.square().sum(dim=1) + remainder.square()
+    """Squared l2 norm of each example's gradient, in float64."""
+    total = torch.zeros(len(gradients), dtype=torch.float64, device=_home(gradients))
+    for rows, _, part in _wide(gradients):
+        total[rows] += torch.linalg.vector_norm(part, dim=1).square()
+    return total
+
+
+def _add(total: Tensor, factors: Tensor, gradients: Tensor) -> None:
+    """Add the examples' gradients times their factors to a sum, in float64."""
+    for rows, columns, part in _wide(gradients):
+        total[columns] += factors[rows] @ part
 
 
 register_accountant("lap2", LaplaceAccountant, force=True)  # force: a reload is no conflict

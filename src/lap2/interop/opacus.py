@@ -10,38 +10,62 @@ lap2's. docs/opacus.md says what is refused, and why.
 
 import warnings
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from opacus import PrivacyEngine as OpacusPrivacyEngine
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import AbstractGradSampleModule, GradSampleHooks
 from opacus.grad_sample import GradSampleModuleExpandedWeights as ExpandedWeights
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lap2 import _validate
 from lap2.calibration import calibrate_noise
+from lap2.interop._opacus_loader import Loader, PoissonSampler
 from lap2.interop._opacus_step import (
     DistributedLaplaceDPOptimizer,
     LaplaceAccountant,
     LaplaceDPOptimizer,
-    Loader,
-    PoissonSampler,
+    accounted,
+    positive_clip,
     released_size,
+    world_size,
 )
 from lap2.mechanism import Laplace
-from lap2.noise import SecureLaplace, accounted_noise_multiplier
+from lap2.noise import SecureLaplace
 from lap2.train import Denoiser
+from lap2.train.source import check_source
+from lap2.train.writes import Writes
 
 __all__ = ["LaplaceAccountant", "LaplaceDPOptimizer", "PrivacyEngine"]
 
 
 _MODES = ("hooks", "functorch", "ew")
+_LARGEST = 2**20
+"""Examples that samples may have on all ranks together: rounding of longer sums adds up."""
 _REFUSED_MODULES = (DistributedDataParallel, FSDPModule, AbstractGradSampleModule)
+
+
+class _Schedule(NamedTuple):
+    """What follows from the loader's public numbers.
+
+    Attributes:
+        prob: of each record, in each sample.
+        steps: of one pass.
+        divisor: of released sums.
+        largest: examples that the account of rounding allows in a sample.
+    """
+
+    prob: float = 0.0
+    steps: int = 0
+    divisor: int = 0
+    largest: int = 0
 
 
 class _ExpandedWeights(ExpandedWeights):
@@ -60,9 +84,11 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
     Formal guarantee:
         :meth:`get_epsilon` is an upper bound for exactly the steps taken, under adding or removing
-        one record: lap2's Poisson sampling, the clip, the noise added and the sensitivity its
-        rounding adds. It assumes that the float32 sum of clipped gradients is exact, that the loss
-        is a mean or sum of losses of single examples, and that N (or ``public_size``) is public.
+        one record: lap2's Poisson sampling, the clip, the noise added, and what the rounding of
+        norms, sums and noise adds to the sensitivity. It assumes that each example's gradient, as
+        Opacus computes it, depends on that example and released values alone (nothing here checks
+        it by value; docs/opacus.md says what this means for model, loss and data), that the
+        rounding of a mean loss does not matter, and that N (or ``public_size``) is public.
     """
 
     accountant: LaplaceAccountant
@@ -77,8 +103,9 @@ class PrivacyEngine(OpacusPrivacyEngine):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Secure RNG turned off")  # not true of this engine
             super().__init__(accountant=accountant)
-        self._schedule = (0.0, 0, 0)
+        self._schedule = _Schedule()
         self._denoiser = Denoiser("none")
+        self._writes = Writes(nn.Module())
         self._used = False
 
     def make_private(
@@ -141,13 +168,18 @@ class PrivacyEngine(OpacusPrivacyEngine):
             (not isinstance(module, _REFUSED_MODULES),
              "module must be an ordinary one, or in DifferentiallyPrivateDistributedDataParallel, "
              f"got {type(module).__name__}: its gradients are hooked, mixed or sharded already"),
+            (world_size() == 1 or isinstance(module, DifferentiallyPrivateDistributedDataParallel),
+             "module must be in DifferentiallyPrivateDistributedDataParallel where there are "
+             f"several processes, got {type(module).__name__}: each would release a sum of its "
+             "own"),
             (not isinstance(optimizer, DPOptimizer), "optimizer must not be private already"),
         )  # fmt: skip
         _validate.positive("noise_multiplier", noise_multiplier)
-        _validate.positive("max_grad_norm", max_grad_norm)
+        positive_clip(max_grad_norm)
         _dimension(module, optimizer)
+        _refuse_mixing(module)
         self._schedule = _schedule(data_loader, public_size)
-        self._denoiser = Denoiser(denoise)
+        self._denoiser, self._writes = Denoiser(denoise), Writes(module)
         made: Any = super().make_private(
             module=module,
             optimizer=optimizer,
@@ -162,6 +194,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         )
         _, private, loader = made
         loader.batch_sampler.begin_batch = private.begin_batch
+        loader.batch_sampler.give_up = private.give_up
         self._used = True
         return made
 
@@ -189,24 +222,22 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 f"the ledger must be empty to aim at target_epsilon, got {len(self.accountant)} "
                 "steps; give make_private a noise_multiplier"
             )
-        clip = _validate.positive("max_grad_norm", max_grad_norm)
+        clip = positive_clip(max_grad_norm)
         size = released_size(
             _dimension(module, optimizer), Denoiser(options.get("denoise", "auto"))
         )
-        prob, steps, _ = _schedule(data_loader, public_size)
+        schedule = _schedule(data_loader, public_size)
         wanted = calibrate_noise(
             Laplace(1.0, size),
             epsilon=target_epsilon,
             delta=target_delta,
-            sampling_prob=prob,
-            steps=steps * _validate.integer("epochs", epochs, least=1),
+            sampling_prob=schedule.prob,
+            steps=schedule.steps * _validate.integer("epochs", epochs, least=1),
         ).noise_multiplier
         noise, multiplier, reached = SecureLaplace(), wanted, 0.0
-        while reached < wanted:  # make up for what the noise's rounding adds to the sensitivity
+        while reached < wanted:  # make up for what rounding adds to the sensitivity
             multiplier *= max(wanted / reached, 1 + 1e-15) if reached else 1.0
-            reached = accounted_noise_multiplier(
-                noise, scale=multiplier * clip, max_grad_norm=clip, size=size
-            )
+            reached = accounted(noise, multiplier * clip, clip, size, schedule.largest)
         return self.make_private(
             module=module,
             optimizer=optimizer,
@@ -251,11 +282,10 @@ class PrivacyEngine(OpacusPrivacyEngine):
         """Opacus's collate function, which knows empty batches, with lap2's sampler."""
         theirs = super()._prepare_data_loader(data_loader, distributed=False, **rest)
         ranks = torch.distributed
-        prob, steps, _ = self._schedule
         sampler = PoissonSampler(
             len(theirs.dataset),  # pyright: ignore[reportArgumentType]
-            prob=prob,
-            steps=steps,
+            prob=self._schedule.prob,
+            steps=self._schedule.steps,
             shard=(ranks.get_rank(), ranks.get_world_size()) if distributed else (0, 1),
             prefetch=theirs.num_workers > 0,
         )
@@ -286,15 +316,16 @@ class PrivacyEngine(OpacusPrivacyEngine):
         self, *, optimizer: Optimizer, distributed: bool = False, prefetch: bool, **rest: Any
     ) -> LaplaceDPOptimizer:
         """The optimizer that adds Laplace noise; the divisor is the public batch size."""
-        prob, _, batch_size = self._schedule
         kept = ("noise_multiplier", "max_grad_norm", "loss_reduction")
         return (DistributedLaplaceDPOptimizer if distributed else LaplaceDPOptimizer)(
             optimizer,
             accountant=self.accountant,
-            sampling_prob=prob,
+            sampling_prob=self._schedule.prob,
+            largest=self._schedule.largest,
             denoiser=self._denoiser,
             prefetch=prefetch,
-            expected_batch_size=batch_size,
+            writes=self._writes,
+            expected_batch_size=self._schedule.divisor,
             **{name: rest[name] for name in kept},
         )
 
@@ -318,16 +349,29 @@ def _dimension(module: nn.Module, optimizer: Optimizer) -> int:
     return sum(p.numel() for p in trained.values())
 
 
-def _schedule(loader: DataLoader, public_size: int | None) -> tuple[float, int, int]:
-    """Sampling probability, steps of one pass and divisor, from public numbers."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        raise TypeError(f"data_loader must be a DataLoader over a map-style data set, got {loader}")
+def _refuse_mixing(module: nn.Module) -> None:
+    """Refuse layers that Opacus does not look at because they have no trainable parameters."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+            raise ValueError(
+                f"module must not mix examples, got {name or 'a module'} of type "
+                f"{type(layer).__name__}, which takes statistics of the batch: use GroupNorm "
+                "(opacus.validators.ModuleValidator.fix), or freeze one that has running "
+                "statistics with .eval(), after every .train()"
+            )
+
+
+def _schedule(loader: DataLoader, public_size: int | None) -> _Schedule:
+    """The schedule, from public numbers, once the loader is known to choose no records."""
+    check_source(loader)
     size = len(loader.dataset) if public_size is None else public_size  # pyright: ignore[reportArgumentType]
     size = _validate.integer("public_size", size, least=1)
-    batch = loader.batch_size
-    if batch is None or not 1 <= batch <= size:
+    batch: Any = loader.batch_size
+    if not 1 <= batch <= size:
         raise ValueError(f"data_loader must have a batch_size in [1, {size}], got {batch}")
-    return batch / size, -(-size // batch), batch
+    if not batch <= _LARGEST // 2:
+        raise ValueError(f"data_loader must have a batch_size up to {_LARGEST // 2}, got {batch}")
+    return _Schedule(batch / size, -(-size // batch), batch, min(max(size, 2**10), _LARGEST))
 
 
 def _mute_when_empty(hooks: GradSampleHooks, _: nn.Module, args: Any, kwargs: Any) -> None:

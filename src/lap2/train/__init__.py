@@ -5,9 +5,10 @@ from lap2.train.checkpoint import CheckpointError
 from lap2.train.coverage import Coverage, coverage
 from lap2.train.denoise import Denoiser
 from lap2.train.engine import PrivacyEngine, Statement
+from lap2.train.errors import BookkeepingError
 from lap2.train.layers import UnsupportedModuleError
-from lap2.train.poisson import PoissonLoader
-from lap2.train.recorder import BookkeepingError, Recorder
+from lap2.train.poisson import Piece, PoissonLoader
+from lap2.train.recorder import Recorder
 from lap2.train.saving import Resumed
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointError",
     "Coverage",
     "Denoiser",
+    "Piece",
     "PoissonLoader",
     "PrivacyEngine",
     "Recorder",

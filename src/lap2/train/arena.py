@@ -9,6 +9,7 @@ has a buffer of its own that only grows.
 
 import math
 
+import torch
 from torch import Tensor
 
 __all__ = ["Arena"]
@@ -21,6 +22,7 @@ class Arena:
         """Start with no memory."""
         self._buffers: list[Tensor] = []
         self._next = 0
+        self._wide: dict[str, Tensor] = {}
 
     def reset(self) -> None:
         """Begin a new step."""
@@ -36,3 +38,12 @@ class Arena:
             held = self._buffers[self._next] = like.new_empty(size)
         self._next += 1
         return held[:size].view(shape)
+
+    def widened(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy in another type, valid until the next of this name is made."""
+        held = self._wide.get(name)
+        if held is None or held.numel() < tensor.numel() or held.dtype != dtype:
+            held = self._wide[name] = torch.empty(tensor.numel(), dtype=dtype, device=tensor.device)
+        elif held.device != tensor.device:
+            held = self._wide[name] = held.new_empty(tensor.numel(), device=tensor.device)
+        return held[: tensor.numel()].view(tensor.shape).copy_(tensor)

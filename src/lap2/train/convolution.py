@@ -37,9 +37,11 @@ def conv2d_gradients(module: nn.Conv2d, a: Tensor, g: Tensor, arena: Arena) -> P
     """
     windows, grads = _windows(module, a, g.shape[2:]), g.permute(0, 2, 3, 1)
     if is_formed(module, g):
-        values = arena.empty((len(g), *windows.shape[3:], g.shape[1]), a)
+        shape = (len(g), *windows.shape[3:], g.shape[1])
+        values = arena.empty(shape, a)
         squares = _form_compiled(windows, grads, values)
         if squares is None:
+            values = arena.empty(shape, _wide(a))
             _form(windows, grads, values, arena)
         return Dense(module.weight, values, order=(2, 3, 1, 0), squares=squares)
     inputs = arena.empty(tuple(windows.shape), a).copy_(windows).flatten(3).flatten(1, 2)
@@ -74,15 +76,20 @@ def _windows(module: nn.Conv2d, a: Tensor, size: torch.Size) -> Tensor:
     )
 
 
+def _wide(like: Tensor) -> Tensor:
+    """Empty, of the type in which gradients are formed that may cancel."""
+    return like.new_empty(0, dtype=like.dtype if like.device.type == "mps" else torch.float64)
+
+
 def _form(windows: Tensor, grads: Tensor, values: Tensor, arena: Arena) -> None:
-    """Write ``sum_{y,x} windows[b,y,x,...] grads[b,y,x,o]`` to ``values[b,...,o]``."""
+    """Write ``sum_{y,x} windows[b,y,x,...] grads[b,y,x,o]`` to ``values[b,...,o]``, in its type."""
     positions, width = math.prod(windows.shape[1:3]), math.prod(windows.shape[3:])
     count = max(1, _CACHED // (positions * width))
-    held = arena.empty((min(count, len(windows)), *windows.shape[1:]), windows)
+    held = arena.empty((min(count, len(windows)), *windows.shape[1:]), values)
     pieces = zip(*(t.split(count) for t in (windows, grads, values)), strict=True)
     for some, grad, value in pieces:
         inputs = held[: len(some)].copy_(some).view(len(some), positions, width)
-        torch.bmm(inputs.mT, grad.flatten(1, 2), out=value.flatten(1, 3))
+        torch.bmm(inputs.mT, grad.flatten(1, 2).to(value), out=value.flatten(1, 3))
 
 
 def _form_compiled(windows: Tensor, grads: Tensor, values: Tensor) -> Tensor | None:
@@ -103,4 +110,4 @@ def _form_compiled(windows: Tensor, grads: Tensor, values: Tensor) -> Tensor | N
     squares = values.new_empty(len(values), dtype=torch.float64)
     threads = torch.get_num_threads() if windows.numel() * outputs > _WORTH_THREADS else 1
     compiled.form(windows, grads, values, squares, threads)
-    return squares.float()
+    return squares

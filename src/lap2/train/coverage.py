@@ -175,7 +175,10 @@ def _no_vmap(module: nn.Module, own: dict[str, Tensor], size: int) -> str | None
             "move that into a small module of its own, give it a leading dimension of 1 that is "
             "broadcast over the batch, or freeze it"
         )
-    for inner in module.modules():
+    for place, inner in module.named_modules():
+        reason = mixing(inner) if place else None
+        if reason is not None:
+            return f"is a {kind} without a rule, because of its own {held}; its {place} {reason}"
         if isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0:
             return (
                 f"is a {kind} without a rule, because of its own {held}, and has dropout inside, "

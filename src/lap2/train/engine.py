@@ -3,14 +3,15 @@
 # pyright: basic
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lap2 import _validate
 from lap2.accountant import Accountant
@@ -20,12 +21,17 @@ from lap2.train.baseline import OrdinaryGaussian
 from lap2.train.budget import Budget
 from lap2.train.denoise import Denoiser
 from lap2.train.distributed import World
+from lap2.train.plan import Clip, MechanismName, ReleasePlan
 from lap2.train.poisson import PoissonLoader
-from lap2.train.recorder import Recorder
+from lap2.train.rounding import rho
 from lap2.train.saving import Resumed, Saver
-from lap2.train.step import Clip, MechanismName, PrivateStep, ReleasePlan, make_step_private
+from lap2.train.source import check_source
+from lap2.train.step import PrivateStep, make_step_private
 
 __all__ = ["PrivacyEngine", "Statement"]
+
+Sums = Literal["float64", "float32"]
+_TYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,17 @@ class Statement:
         If ``is_guarantee``, everything released by the optimizer's steps is (epsilon,
         delta)-differentially private under adding or removing one record, provided that the
         ``assumptions`` hold. ``caveats`` says why it is not a guarantee.
+
+    Attributes:
+        epsilon: spent so far, rounded up.
+        delta: at which.
+        steps: that were released.
+        bound: by which theorem.
+        is_guarantee: whether it is one.
+        assumptions: all that is neither proven nor checked.
+        caveats: why it is no guarantee.
+        rounding: by which share of the clip rounding may let one record exceed it; epsilon counts
+            with the clip made larger by that much.
     """
 
     epsilon: float
@@ -45,6 +62,7 @@ class Statement:
     is_guarantee: bool
     assumptions: tuple[str, ...]
     caveats: tuple[str, ...]
+    rounding: float
 
 
 class PrivacyEngine:
@@ -60,8 +78,8 @@ class PrivacyEngine:
 
     Formal guarantee:
         :meth:`get_epsilon` is an upper bound for exactly the steps taken: the Poisson sampling
-        done, the noise added, and the sensitivity the noise's own rounding adds. It assumes that
-        sums of clipped gradients are exact; what rounding does to them is not accounted.
+        done, the noise added, and the sensitivity with all that rounding may add to it. What it
+        rests on is in the ``assumptions`` of :meth:`statement`.
     """
 
     def __init__(self, *, sampler: Sampler | None = None) -> None:
@@ -85,6 +103,9 @@ class PrivacyEngine:
         max_physical_batch_size: int | None = None,
         poisson_sampling: bool = True,
         channels_last: bool = True,
+        rehearse: bool = True,
+        sums: Sums = "float64",
+        public_state: Sequence[str] = (),
     ) -> tuple[nn.Module, Optimizer, PoissonLoader | DataLoader]:
         """Make all three private, with a given noise multiplier.
 
@@ -100,11 +121,18 @@ class PrivacyEngine:
                 ``module.modules()``.
             mechanism: "laplace", "gaussian" or "laplace-l1" (clips l1 norms).
             denoise: "auto", "none" or tau; Laplace noise only. See :class:`lap2.train.Denoiser`.
-            loss_reduction: how the loss reduces over the batch. It must be a mean or sum of losses
-                of single examples: this cannot be checked, and no epsilon holds for another.
+            loss_reduction: how the loss that is given ``backward`` reduces over the batch. It must
+                be a mean or sum of losses of single records. :meth:`backward` needs none.
             max_physical_batch_size: larger batches come in pieces with the same result.
             poisson_sampling: False keeps the loader as it is, and then no epsilon is ever claimed.
             channels_last: store the weights of 2-d convolutions that way, which makes them faster.
+            rehearse: now and then have the loader yield a few records to the loop, nearly the same
+                again and again, to see that no record's gradient depends on the others. Nothing is
+                released of them. Without it no guarantee is claimed.
+            sums: the precision of norms and sums. What float32 rounds is not accounted, so that no
+                guarantee is claimed.
+            public_state: buffers, or parameters that are not trained, that a step may write
+                because nothing private is written there, such as a counter of steps.
 
         Returns:
             The module, the optimizer, and a loader that samples as accounted.
@@ -121,6 +149,9 @@ class PrivacyEngine:
             max_physical_batch_size=max_physical_batch_size,
             poisson_sampling=poisson_sampling,
             channels_last=channels_last,
+            rehearse=rehearse,
+            sums=sums,
+            public_state=public_state,
         )
 
     def make_private_with_epsilon(
@@ -139,6 +170,9 @@ class PrivacyEngine:
         loss_reduction: Literal["mean", "sum"] = "mean",
         max_physical_batch_size: int | None = None,
         channels_last: bool = True,
+        rehearse: bool = True,
+        sums: Sums = "float64",
+        public_state: Sequence[str] = (),
     ) -> tuple[nn.Module, Optimizer, PoissonLoader | DataLoader]:
         """Make all three private, with the least noise that meets a target at the end of training.
 
@@ -156,6 +190,9 @@ class PrivacyEngine:
             loss_reduction: as there.
             max_physical_batch_size: as there.
             channels_last: as there.
+            rehearse: as there.
+            sums: as there.
+            public_state: as there.
         """
         denoiser = Denoiser(denoise if mechanism != "gaussian" else "none")
         plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism, denoiser)
@@ -163,7 +200,7 @@ class PrivacyEngine:
         prob, per_epoch = _schedule(data_loader, world)
         total = _total_steps(epochs, steps, per_epoch)
         sampler = self._sampler or _default_sampler(mechanism)
-        template = plan.describe(1.0, 0.0)
+        template = plan.describe(1.0, 0.0, 0.0)
         target = Target(target_epsilon, target_delta)
         wanted = calibrate_noise(
             template,
@@ -172,7 +209,8 @@ class PrivacyEngine:
             sampling_prob=prob,
             steps=total,
         )
-        scale = plan.scale_for(wanted, template, sampler, world)
+        rounding = rho(records=len(data_loader.dataset), processes=world.size)  # type: ignore[arg-type]
+        scale = plan.scale_for(wanted, template, sampler, world, rounding)
         made = self._attach(
             plan,
             data_loader,
@@ -182,6 +220,9 @@ class PrivacyEngine:
             max_physical_batch_size=max_physical_batch_size,
             poisson_sampling=True,
             channels_last=channels_last,
+            rehearse=rehearse,
+            sums=sums,
+            public_state=public_state,
         )
         self.set_budget(epsilon=target.epsilon, delta=target.delta)
         return made
@@ -197,10 +238,14 @@ class PrivacyEngine:
         max_physical_batch_size: int | None,
         poisson_sampling: bool,
         channels_last: bool,
+        rehearse: bool,
+        sums: Sums,
+        public_state: Sequence[str],
     ) -> tuple[nn.Module, Optimizer, PoissonLoader | DataLoader]:
         if self._step is not None:
             raise RuntimeError("this engine already has a model; make another engine for another")
         _validate.choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        _validate.choice("sums", sums, tuple(_TYPES))
         world = World.current()
         prob, steps = _schedule(data_loader, world)
         sampler = self._sampler or _default_sampler(plan.mechanism)
@@ -224,10 +269,10 @@ class PrivacyEngine:
         world.same("names and shapes of parameters", shapes)
         world.same("noise scale and clips", (scale, plan.clips))
         world.same("mechanism and denoising", (plan.mechanism, denoiser.mode, denoiser.tau))
+        world.same("kind of noise", (type(sampler).__name__, sampler.is_secure))
         world.copy_from_first([*plan.module.parameters(), *plan.module.buffers()])
         self._step = PrivateStep(
             plan=plan,
-            recorder=Recorder(plan.module),
             loader=loader if isinstance(loader, PoissonLoader) else None,
             sampler=sampler,
             scale=scale,
@@ -237,10 +282,26 @@ class PrivacyEngine:
             accountant=self.accountant,
             sampling_prob=prob,
             world=world,
+            rounding=rho(records=size, processes=world.size),
+            rehearse=rehearse,
+            sums=_TYPES[sums],
+            public_state=public_state,
         )
         self._saver = Saver(plan, self._step, self.accountant, world)
         make_step_private(plan.optimizer, self._step)
         return plan.module, plan.optimizer, loader
+
+    def backward(self, losses: Tensor) -> None:
+        """Differentiate the losses of a batch: one for each record, so that none depends on others.
+
+        Instead of ``loss.backward()``: take the loss with ``reduction="none"``, and sum or average
+        it within each record only. The reduction over the batch is the engine's, and nothing is
+        divided by the size of the batch.
+
+        Args:
+            losses: of shape (batch,), one for each record.
+        """
+        self._attached()[0].recorder.backward(losses)
 
     def get_epsilon(self, delta: float) -> float:
         """The epsilon spent so far at ``delta``, rounded up.
@@ -258,22 +319,16 @@ class PrivacyEngine:
     def statement(self, delta: float) -> Statement:
         """Everything that may be said of the run so far."""
         step, _ = self._attached()
-        caveats: list[str] = []
-        if not step.sampler.is_secure:
-            caveats.append(
-                "the noise comes from an ordinary generator: an experiment, not a release"
-            )
+        caveats = _caveats(step)
         return Statement(
             epsilon=self.get_epsilon(delta),
             delta=delta,
             steps=self.accountant.steps,
             bound=step.mechanism.bound,
-            is_guarantee=self.accountant.is_guarantee and step.sampler.is_secure,
-            assumptions=(
-                "the rounding of sums does not matter",
-                "the number of records is public",
-            ),
-            caveats=tuple(caveats),
+            is_guarantee=self.accountant.is_guarantee and not caveats,
+            assumptions=_assumptions(step),
+            caveats=caveats,
+            rounding=step.rounding,
         )
 
     def set_budget(self, *, epsilon: float, delta: float) -> None:
@@ -371,20 +426,60 @@ def _default_sampler(mechanism: str) -> Sampler:
 
 def _schedule(loader: DataLoader, world: World) -> tuple[float, int]:
     """Sampling probability and steps of one pass, from the loader's public settings."""
-    if not isinstance(loader, DataLoader):
-        raise TypeError(f"data_loader must be a torch DataLoader, got {type(loader).__name__}")
-    if isinstance(loader.dataset, IterableDataset):
-        raise TypeError("data_loader must be over a map-style data set, got an IterableDataset")
-    if loader.batch_size is None:
-        raise ValueError("data_loader must have a batch_size, got None")
+    check_source(loader)
     size = len(loader.dataset)  # type: ignore[arg-type]
-    batch = loader.batch_size * world.size
+    batch = (loader.batch_size or 0) * world.size
     if not 1 <= batch <= size:
         raise ValueError(
             f"data_loader must have a batch_size between 1 and {size // world.size} in each of "
             f"{world.size} processes, got {loader.batch_size}"
         )
     return batch / size, -(-size // batch)
+
+
+def _caveats(step: PrivateStep) -> tuple[str, ...]:
+    """Why there is no guarantee."""
+    caveats: list[str] = []
+    if not step.sampler.is_secure:
+        caveats.append("the noise comes from an ordinary generator: an experiment, not a release")
+    if step.rehearsal is None:
+        caveats.append(
+            "rehearse=False: nobody has checked that no record's gradient depends on others"
+        )
+    if step.unchecked:
+        names = sorted(step.unchecked)
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        caveats.append(f"parameters were trained that no rehearsal has checked so far: {shown}")
+    if step.clipping.dtype != torch.float64:
+        caveats.append("sums='float32': what rounding does to norms and sums is not accounted")
+    return tuple(caveats)
+
+
+def _assumptions(step: PrivateStep) -> tuple[str, ...]:
+    """All that a guarantee rests on, beside what is proven and what is checked."""
+    assumptions = [
+        "the number of records is public",
+        "each item of the data set is one record, and depends on that record alone",
+        "nothing but released values steers the training: no learning rate, stopping, skipping or "
+        "change of the model depends on private records in another way",
+        "nothing else is shown or kept of the training data, such as its loss",
+        "a record's gradient depends on that record and released values alone: rehearsals compare "
+        "this by value on a few records now and then, and cannot see what shows on others only",
+        "arithmetic rounds one record's gradient alike, whatever other records are in the batch",
+        "the operating system's random numbers and AES-256 are sound",
+    ]
+    if step.losses & {"mean", "sum"}:
+        kinds = " or ".join(sorted(step.losses & {"mean", "sum"}))
+        assumptions.append(
+            f"the loss given to backward was a {kinds} of losses of single records"
+            + (
+                ", and the rounding of its division by the batch size does not matter "
+                "(engine.backward needs no such assumption)"
+                if "mean" in step.losses
+                else ""
+            )
+        )
+    return tuple(assumptions)
 
 
 def _total_steps(epochs: int | None, steps: int | None, per_epoch: int) -> int:

@@ -1,7 +1,7 @@
 """Per-example gradients in a few shapes, none of them larger than it must be.
 
-Each kind knows its parameter, the squared norm of every example's gradient, and the sum of the
-examples' gradients under given weights. Which layer has which is in :mod:`lap2.train.layers`; a
+Each kind knows its parameter, how long every example's gradient is, and how to add the examples'
+gradients, under given weights, to a sum. Which layer has which is in :mod:`lap2.train.layers`; a
 parameter that is used several times has the :func:`summed` of them.
 """
 
@@ -9,47 +9,93 @@ parameter that is used several times has the :func:`summed` of them.
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lap2.train.arena import Arena
+from lap2.train.compiled import kernel
 
-__all__ = ["Dense", "Outer", "PerExample", "Rows", "Tied", "best_formed", "summed"]
+__all__ = [
+    "Dense",
+    "Outer",
+    "PerExample",
+    "Probes",
+    "Rows",
+    "Size",
+    "Tied",
+    "best_formed",
+    "summed",
+]
 
 _LARGEST = 1 << 29
 """Explicit gradients of more numbers than this (2 GB in float32) are refused."""
 
-_LONG_ROW = 1 << 11
-"""torch's vector_norm, which needs no temporary, adds numbers that follow each other in four lanes
-or more: of n it may lose ``n / 4`` units, ``2^-25`` each, and of a product's two factors both may.
-"""
-
 _CACHED = 1 << 18
-"""Numbers of gradients that are formed at a time, if each is needed once."""
+"""Numbers of gradients that are formed or widened at a time, if each is needed once."""
 
-_SLICES = 8
-"""Of large gradients, for several threads."""
+_WIDENED = 1 << 24
+"""Numbers of inputs and gradients that are held in float64 at a time, 128 MB."""
+
+_WORTH_THREADS = 1 << 18
+"""Numbers whose sum takes longer than to wake a thread."""
 
 Order = tuple[int, ...] | None
+
+
+class Size(NamedTuple):
+    """How long every example's gradient is.
+
+    Attributes:
+        norms: at least its norm; rounded up where rounding could hide some of it.
+        lengths: at least the sum of the norms of the terms that the gradient is a sum of, which
+            rounding errors are in proportion to.
+    """
+
+    norms: Tensor
+    lengths: Tensor
+
+
+class Probes(NamedTuple):
+    """A few random matrices of rank one, shaped as a parameter, to tell its gradients apart.
+
+    Attributes:
+        first: factors for the parameter's first dimension, (size, probes).
+        rest: factors for all others together, (size, probes).
+    """
+
+    first: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, param: Tensor, count: int) -> "Probes":
+        """The same for every parameter of this shape."""
+        maker = torch.Generator().manual_seed(param.numel())
+        first = param.shape[0] if param.dim() else 1
+        sizes = (first, param.numel() // max(1, first))
+        made = (torch.randn(n, count, generator=maker, dtype=torch.float64) for n in sizes)
+        return cls(*(_home(param, values) for values in made))
+
+    def of_gradient(self, grad: Tensor) -> Tensor:
+        """Inner products with (any, *param.shape), for each of any."""
+        flat = grad.reshape(grad.shape[0], len(self.first), len(self.rest)).to(self.first)
+        return ((flat @ self.rest) * self.first).sum(dim=1)
 
 
 class PerExample(Protocol):
     """The gradients of one parameter, one per example of a batch."""
 
     param: Tensor
+    terms: int
+    """How many terms each example's gradient is a sum of when gradients are added up."""
 
-    def square_norms(self) -> Tensor:
-        """Squared l2 norm of each example's gradient; rounded up where rounding could hide it."""
+    def size(self, power: int, dtype: torch.dtype) -> Size:
+        """By their l1 or l2 norm (``power``), in arithmetic of a type."""
         ...
 
-    def abs_sums(self) -> Tensor:
-        """l1 norm of each example's gradient."""
-        ...
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Sum over the batch of ``weights[i]`` times the i-th gradient, shaped as the parameter."""
+    def add_to(self, total: Tensor, weights: Tensor) -> None:
+        """Add ``weights[i]`` times the i-th gradient, for all i, to a tensor like the parameter."""
         ...
 
     def zero(self, bad: Tensor) -> None:
@@ -60,6 +106,10 @@ class PerExample(Protocol):
         """All of them, with the batch as first dimension."""
         ...
 
+    def project(self, probes: Probes) -> Tensor:
+        """The inner product of each gradient with each probe, (batch, probes)."""
+        ...
+
 
 class Dense:
     """Gradients that are held as they are: biases, convolutions, and everything small.
@@ -68,8 +118,10 @@ class Dense:
         param: the parameter.
         values: of shape (batch, *param.shape).
         order: of the parameter's dimensions in ``values``, if it is another.
-        squares: squared norms of the examples' values, if they are known.
+        squares: squared norms of the examples' values, if they are known, in float64.
     """
+
+    terms = 1
 
     def __init__(
         self,
@@ -83,17 +135,17 @@ class Dense:
         self.param, self._values = param, values.reshape(values.shape[0], param.numel())
         self._order, self._squares = order, squares
 
-    def square_norms(self) -> Tensor:
+    def size(self, power: int, dtype: torch.dtype) -> Size:
         """See :class:`PerExample`."""
-        return _norms(self._values).square() if self._squares is None else self._squares
+        if power == 2 and self._squares is not None:
+            norms = self._squares.sqrt().to(dtype)
+        else:
+            norms = _norms(self._values, power, dtype)
+        return Size(norms, norms)
 
-    def abs_sums(self) -> Tensor:
+    def add_to(self, total: Tensor, weights: Tensor) -> None:
         """See :class:`PerExample`."""
-        return self._values.abs().sum(dim=1)
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """See :class:`PerExample`."""
-        return _shaped(_weighted(weights, self._values)[None], self.param, self._order)[0]
+        _add_rows(_ordered(total, self._order), weights, self._values)
 
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
@@ -102,6 +154,10 @@ class Dense:
     def explicit(self) -> Tensor:
         """See :class:`PerExample`."""
         return _shaped(self._values, self.param, self._order)
+
+    def project(self, probes: Probes) -> Tensor:
+        """See :class:`PerExample`."""
+        return probes.of_gradient(self.explicit())
 
 
 class Outer:
@@ -128,79 +184,105 @@ class Outer:
         self.param, self._a, self._g = param, inputs, grads
         self._order, self._arena = order, arena
         _, positions, width = inputs.shape
-        self._ghost = not best_formed(positions, width, grads.shape[2])
+        self._formed = positions > 1 and best_formed(positions, width, grads.shape[2])
         self._values: Tensor | None = None
-        self._terms: Tensor | None = None
-        if positions == 1 or self._ghost:  # where the factors are squared, not their product
-            self._a, self._g, self._terms = _balanced(inputs, grads)
+        self.terms = 1 if self._formed else positions
 
-    def square_norms(self) -> Tensor:
+    def size(self, power: int, dtype: torch.dtype) -> Size:
         """See :class:`PerExample`. Never forms a gradient when positions are few."""
-        a, g = self._a, self._g
-        if a.shape[1] == 1:
-            return self._term_norms().square().sum(dim=1)
-        if self._ghost:
-            inner = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT)).sum(dim=(1, 2))
-            return _rounded_up(inner, self.lengths())
-        return _norms(self._form()).square().sum(dim=1)
+        if self._formed:
+            norms = _norms(self._form().flatten(1), power, dtype)
+            return Size(norms, norms)
+        if self._a.shape[1] == 1 or power == 1:
+            a, g = self._factors(self._a, self._g, dtype)
+            if power == 1 and a.shape[1] > 1:
+                return self._abs_size(a, g)
+            norms = (_norms(a, power, dtype) * _norms(g, power, dtype)).sum(dim=1)
+            return Size(norms, norms)
+        # In the type they have first: it is wide enough unless terms nearly cancel.
+        a, g = _alike(self._a, self._g)
+        if a.dtype == dtype:
+            a, g = self._factors(a, g, dtype)
+        norms, lengths, doubtful = (t.to(dtype) for t in _products_size(a, g))
+        if a.dtype != dtype and bool(doubtful.any()):
+            some = doubtful.nonzero()[:, 0]
+            for part in some.split(max(1, _WIDENED // max(1, a[0].numel() + g[0].numel()))):
+                size = _products_size(*self._factors(self._a[part], self._g[part], dtype))
+                norms[part], lengths[part] = size[:2]
+        return Size(_home(norms, norms), _home(lengths, lengths))
 
-    def lengths(self) -> Tensor:
-        """Sum of the norms of each example's terms; at least its gradient's norm."""
-        return self._term_norms().sum(dim=1)
-
-    def _term_norms(self) -> Tensor:
-        """Norms of ``g_t a_t^T``."""
-        return _norms(self._a) * _norms(self._g) if self._terms is None else self._terms
-
-    def abs_sums(self) -> Tensor:
-        """See :class:`PerExample`."""
-        if self._a.shape[1] == 1:
-            return self._a.abs().sum(dim=(1, 2)) * self._g.abs().sum(dim=(1, 2))
-        if not self._ghost:
-            return self._form().abs().sum(dim=(1, 2))
-        shape = (1, self._g.shape[2], self._a.shape[2])
+    def _abs_size(self, a: Tensor, g: Tensor) -> Size:
+        """By their l1 norm, which needs them formed: a few at a time."""
+        shape = (1, g.shape[2], a.shape[2])
         _refuse_huge(shape)
         count = max(1, _CACHED // math.prod(shape))
-        held = self._a.new_empty((count, *shape[1:]))
-        pieces = zip(self._g.mT.split(count), self._a.split(count), strict=True)
-        formed = (torch.bmm(g, a, out=held[: len(g)]) for g, a in pieces)
+        held = a.new_empty((count, *shape[1:]))
+        pieces = zip(g.mT.split(count), a.split(count), strict=True)
+        formed = (torch.bmm(one, other, out=held[: len(one)]) for one, other in pieces)
         sums = torch.cat([values.abs_().sum(dim=(1, 2)) for values in formed])
-        return sums + self.hidden()
+        lengths = (a.abs().sum(dim=2) * g.abs().sum(dim=2)).sum(dim=1)
+        return Size(sums + a.shape[1] * _eps(sums) * lengths, lengths)
 
-    def hidden(self) -> Tensor:
-        """How much rounding may add to each example's l1 norm, where terms cancel."""
-        terms = self._a.abs().sum(dim=2) * self._g.abs().sum(dim=2)
-        return _hidden(terms)
+    def add_to(self, total: Tensor, weights: Tensor) -> None:
+        """See :class:`PerExample`."""
+        if self._formed:
+            _add_rows(_ordered(total, self._order), weights, self._form().flatten(1))
+            return
+        shape = (self._g.shape[2], self._a.shape[2])
+        in_place = self._order is None and total.dtype == weights.dtype
+        found = total.view(shape) if in_place else total.new_zeros(shape, dtype=weights.dtype)
+        count = max(1, _WIDENED // max(1, self._a[0].numel() + self._g[0].numel()))
+        pieces = (t.split(count) for t in (self._a, self._g, weights))
+        for inputs, grads, some in zip(*pieces, strict=True):
+            a, g = self._factors(inputs, grads, weights.dtype)
+            g.mul_(some[:, None, None])
+            found.addmm_(g.flatten(0, 1).mT, a.flatten(0, 1))
+        if not in_place:
+            ordered = _ordered(total, self._order)
+            ordered += found.view(ordered.shape)
 
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
         mask = bad[:, None, None]
         self._a, self._g = self._a.masked_fill(mask, 0.0), self._g.masked_fill(mask, 0.0)
-        self._terms = None
         self._values = None if self._values is None else self._values.masked_fill(mask, 0.0)
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """See :class:`PerExample`."""
-        if self._values is not None:
-            total = _weighted(weights, self._values.flatten(1))
-        else:
-            weighted = (self._g * weights[:, None, None]).flatten(0, 1)
-            total = weighted.mT @ self._a.flatten(0, 1)
-        return _shaped(total[None], self.param, self._order)[0]
 
     def explicit(self) -> Tensor:
         """See :class:`PerExample`."""
         return _shaped(self._form(), self.param, self._order)
 
+    def project(self, probes: Probes) -> Tensor:
+        """See :class:`PerExample`."""
+        rest = probes.rest
+        if self._order is not None:
+            shape = [self.param.shape[dim] for dim in range(1, self.param.dim())]
+            places = [dim - 1 for dim in self._order[1:]]
+            rest = rest.view(*shape, -1).permute(*places, len(shape)).reshape(len(rest), -1)
+        a, g = (_home(t, t).to(rest) for t in (self._a, self._g))
+        return ((g @ probes.first) * (a @ rest)).sum(dim=1)
+
+    def _factors(self, a: Tensor, g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Copies in a type in which squares neither vanish nor overflow; valid until the next."""
+        gained = dtype not in {a.dtype, g.dtype}
+        shift = None if gained else _shift(a, g)
+        a, g = (_home(t, t) for t in (a, g))
+        a, g = self._arena.widened("inputs", a, dtype), self._arena.widened("grads", g, dtype)
+        if shift is not None:
+            a, g = torch.ldexp(a, shift), torch.ldexp(g, -shift)
+        return a, g
+
     def _form(self) -> Tensor:
+        """In float64, whatever cancels: float32 would leave what depends on the order of terms."""
         if self._values is not None:
             return self._values
         shape = (self._a.shape[0], self._g.shape[2], self._a.shape[2])
         _refuse_huge(shape)
-        if self._ghost:
-            return torch.bmm(self._g.mT, self._a)
-        self._values = self._arena.empty(shape, self._a)
-        return torch.bmm(self._g.mT, self._a, out=self._values)
+        a, g = _alike(self._a, self._g)
+        a, g = self._factors(a, g, a.dtype if a.device.type == "mps" else torch.float64)
+        if not self._formed:
+            return torch.bmm(g.mT, a)
+        self._values = self._arena.empty(shape, a)
+        return torch.bmm(g.mT, a, out=self._values)
 
 
 def best_formed(positions: int, inputs: int, outputs: int) -> bool:
@@ -225,34 +307,31 @@ class Rows:
     def __init__(self, param: Tensor, index: Tensor, grads: Tensor) -> None:
         """Keep indices and gradients; the table's size never matters."""
         self.param, self._index, self._g = param, index, grads
+        self.terms = index.shape[1]
 
-    def square_norms(self) -> Tensor:
+    def size(self, power: int, dtype: torch.dtype) -> Size:
         """See :class:`PerExample`. Positions with the same row add up before they are squared."""
-        same = (self._index[:, :, None] == self._index[:, None, :]).to(self._g.dtype)
-        inner = torch.bmm(self._g, self._g.mT).mul_(same).sum(dim=(1, 2))
-        return _rounded_up(inner, self.lengths())
+        g = _home(self._g, self._g).to(dtype)
+        if power == 1:
+            lengths = g.abs().sum(dim=(1, 2))
+            sums = _abs_sums(self.explicit(), dtype)
+            # They were added up in the type of the gradients.
+            return Size(sums + g.shape[1] * _eps(self._g) * lengths, lengths)
+        inner = torch.bmm(g, g.mT)
+        lengths = _diagonal(inner).sqrt().sum(dim=1)
+        same = self._index[:, :, None] == self._index[:, None, :]
+        inner = inner.mul_(_home(same, same)).sum(dim=(1, 2))
+        return Size(_upper(inner, lengths, g.shape[2] + g.shape[1] ** 2, _eps(g))[0], lengths)
 
-    def lengths(self) -> Tensor:
-        """Sum of the norms of each example's terms; at least its gradient's norm."""
-        return _norms(self._g).sum(dim=1)
-
-    def abs_sums(self) -> Tensor:
+    def add_to(self, total: Tensor, weights: Tensor) -> None:
         """See :class:`PerExample`."""
-        return self.explicit().abs().sum(dim=(1, 2)) + self.hidden()
-
-    def hidden(self) -> Tensor:
-        """How much rounding may add to each example's l1 norm, where terms cancel."""
-        return _hidden(self._g.abs().sum(dim=2))
+        g = _home(self._g, self._g).to(total.dtype) * weights[:, None, None]
+        index = _home(self._index, self._index).flatten()
+        total.index_add_(0, index, g.flatten(0, 1))
 
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
         self._g = self._g.masked_fill(bad[:, None, None], 0.0)
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """See :class:`PerExample`."""
-        total = torch.zeros(self.param.shape, dtype=self._g.dtype, device=self._g.device)
-        weighted = (self._g * weights[:, None, None]).flatten(0, 1)
-        return total.index_add_(0, self._index.flatten(), weighted)
 
     def explicit(self) -> Tensor:
         """See :class:`PerExample`."""
@@ -261,6 +340,11 @@ class Rows:
         index = self._index[:, :, None].expand(-1, -1, width)
         _refuse_huge(shape)
         return self._g.new_zeros(shape).scatter_add_(1, index, self._g)
+
+    def project(self, probes: Probes) -> Tensor:
+        """See :class:`PerExample`."""
+        index, g = (_home(t, t) for t in (self._index, self._g))
+        return (probes.first[index] * (g.to(probes.rest) @ probes.rest)).sum(dim=1)
 
 
 class Tied:
@@ -273,25 +357,32 @@ class Tied:
     def __init__(self, rows: Rows, outer: Outer) -> None:
         """Take the gradients of both uses of one parameter."""
         self.param, self._rows, self._outer = rows.param, rows, outer
+        # Formed, it would be rounded: its inner products with the rows are those of its factors.
+        outer._formed, outer._values, outer.terms = False, None, outer._a.shape[1]
+        self.terms = rows.terms + outer.terms
 
-    def square_norms(self) -> Tensor:
+    def size(self, power: int, dtype: torch.dtype) -> Size:
         """See :class:`PerExample`."""
-        rows, outer = self._rows, self._outer
-        batch, positions, _ = outer._g.shape
-        index = rows._index[:, None, :].expand(batch, positions, -1)
-        cross = outer._g.gather(2, index).mul_(torch.bmm(outer._a, rows._g.mT)).sum(dim=(1, 2))
-        inner = rows.square_norms() + outer.square_norms() + 2 * cross
-        return _rounded_up(inner, rows.lengths() + outer.lengths())
+        rows, outer = self._rows.size(power, dtype), self._outer.size(power, dtype)
+        lengths = rows.lengths + outer.lengths
+        if power == 1:
+            sums = _abs_sums(self.explicit(), dtype)
+            # In the type of the gradients, so that parts of it were rounded there.
+            eps = max(_eps(self._rows._g), _eps(self._outer._g))
+            return Size(sums + 2 * self.terms * eps * lengths, lengths)
+        a, g = self._outer._factors(self._outer._a, self._outer._g, dtype)
+        index, r = (_home(t, t) for t in (self._rows._index, self._rows._g))
+        batch, positions, outputs = g.shape
+        taken = g.gather(2, index[:, None, :].expand(batch, positions, -1))
+        cross = taken.mul_(torch.bmm(a, r.to(dtype).mT)).sum(dim=(1, 2))
+        inner = rows.norms.square() + outer.norms.square() + 2 * cross
+        additions = a.shape[2] + outputs + self.terms**2
+        return Size(_upper(inner, lengths, additions, _eps(a))[0], lengths)
 
-    def abs_sums(self) -> Tensor:
+    def add_to(self, total: Tensor, weights: Tensor) -> None:
         """See :class:`PerExample`."""
-        formed = self.explicit().abs().sum(dim=(1, 2))
-        # Twice: adding both parts errs by no more than adding up each.
-        return formed + 2 * (self._rows.hidden() + self._outer.hidden())
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """See :class:`PerExample`."""
-        return self._outer.weighted_sum(weights).add_(self._rows.weighted_sum(weights))
+        self._outer.add_to(total, weights)
+        self._rows.add_to(total, weights)
 
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
@@ -301,6 +392,10 @@ class Tied:
     def explicit(self) -> Tensor:
         """See :class:`PerExample`."""
         return self._rows.explicit().add_(self._outer.explicit())
+
+    def project(self, probes: Probes) -> Tensor:
+        """See :class:`PerExample`."""
+        return self._rows.project(probes) + self._outer.project(probes)
 
 
 def summed(uses: Sequence[PerExample]) -> PerExample:
@@ -349,43 +444,106 @@ def _shaped(values: Tensor, param: Tensor, order: Order) -> Tensor:
     return values.reshape(-1, *(param.shape[dim] for dim in order)).permute(0, *places)
 
 
-def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """The sum of the rows of ``values`` under weights."""
-    batch, size = values.shape
-    if batch * size < _CACHED or size % _SLICES:
-        return weights[None].mm(values)[0]
-    # A product with one row is done by one thread, several products by all.
-    slices = values.view(batch, _SLICES, -1).transpose(0, 1)
-    return torch.bmm(weights.expand(_SLICES, 1, batch), slices).flatten()
+def _ordered(total: Tensor, order: Order) -> Tensor:
+    """A view of a tensor like the parameter, with its dimensions in another order."""
+    return total if order is None else total.permute(*order)
 
 
-def _norms(values: Tensor) -> Tensor:
+def _home(like: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor where float64 can be computed with: on the device of ``like``, if that can."""
+    return tensor.to("cpu" if like.device.type == "mps" else like.device)
+
+
+def _alike(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider of their types."""
+    dtype = torch.promote_types(a.dtype, g.dtype)
+    return a.to(dtype), g.to(dtype)
+
+
+def _add_rows(total: Tensor, weights: Tensor, values: Tensor) -> None:
+    """Add the sum of the rows of ``values`` under weights to a tensor of as many numbers."""
+    values = _home(values, values)
+    flat = total if total.is_contiguous() else total.new_zeros(total.shape)
+    compiled = kernel("sum") if values.numel() > _CACHED // 8 else None
+    if compiled is not None and compiled.fits(weights, values, flat):
+        threads = torch.get_num_threads() if values.numel() > _WORTH_THREADS else 1
+        compiled.add(weights, values, flat, threads)
+    else:
+        count = max(1, _CACHED // max(1, values.shape[1]))
+        sums = flat.view(-1)
+        for some, factors in zip(values.split(count), weights.split(count), strict=True):
+            sums.addmv_(some.to(total.dtype).mT, factors.to(total.dtype))
+    if flat is not total:
+        total += flat
+
+
+def _norms(values: Tensor, power: int, dtype: torch.dtype) -> Tensor:
     """Of the vectors along the last dimension."""
-    if values.shape[-1] <= _LONG_ROW and values.stride(-1) == 1:
-        return torch.linalg.vector_norm(values, dim=-1)
-    return (values * values).sum(dim=-1).sqrt()  # in pairs, and so loses no digits
+    values = _home(values, values)
+    if values.dtype == dtype or values.numel() <= _CACHED:
+        return torch.linalg.vector_norm(values.to(dtype), power, dim=-1)
+    rows = values.flatten(0, -2)
+    count = max(1, _CACHED // max(1, rows.shape[1]))
+    found = [torch.linalg.vector_norm(some.to(dtype), power, dim=1) for some in rows.split(count)]
+    return torch.cat(found).view(values.shape[:-1])
 
 
-def _balanced(inputs: Tensor, grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both factors with numbers whose squares are ordinary, and the norms of their products.
+def _abs_sums(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return _norms(values.flatten(1), 1, dtype)
 
-    The square of a very small input vanishes, though its product with a very large gradient does
-    not: its norm would be too small. Powers of two move from one factor to the other, so that their
-    outer products are the same.
+
+def _diagonal(squares: Tensor) -> Tensor:
+    return squares.diagonal(dim1=1, dim2=2).clone()
+
+
+def _products_size(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms and lengths of ``sum_t g_t a_t^T``, and whose norms rounding may have made too large.
+
+    From inner products, which are taken in the type of the factors. An inner product of n numbers
+    is wrong by half a unit for each of them, in proportion to both lengths, and by the smallest
+    ordinary number for each product that vanishes.
     """
-    a, g = _norms(inputs), _norms(grads)
-    if a.numel():
-        least, most = torch.stack([a, g]).aminmax()
-        if least > 1e-12 and most < 1e15:
-            return inputs, grads, a * g
-    shift = _shift(inputs, grads)
-    if shift.any():
-        inputs, grads = torch.ldexp(inputs, shift), torch.ldexp(grads, -shift)
-    return inputs, grads, _norms(inputs) * _norms(grads)
+    inner_a, inner_g = torch.bmm(a, a.mT), torch.bmm(g, g.mT)
+    wide = torch.float64 if a.device.type != "mps" else a.dtype
+    tiny, eps = torch.finfo(a.dtype).tiny, _eps(a)
+    long_a, long_g = (
+        ((1 + width * eps) * _diagonal(inner).to(wide) + width * tiny).sqrt()
+        for inner, width in ((inner_a, a.shape[2]), (inner_g, g.shape[2]))
+    )
+    lengths = (long_a * long_g).sum(dim=1)
+    sums = a.shape[2] * long_g.sum(dim=1).square() + g.shape[2] * long_a.sum(dim=1).square()
+    vanished = 2 * tiny * (sums + a.shape[1] ** 2)
+    inner = inner_a.mul_(inner_g).sum(dim=(1, 2), dtype=wide)
+    additions = a.shape[2] + g.shape[2] + (0 if wide != a.dtype else a.shape[1] ** 2)
+    norms, slack = _upper(inner, lengths, additions, eps, vanished)
+    return norms, lengths, ~(slack <= inner / 64) | ~inner.isfinite()
+
+
+def _upper(
+    inner: Tensor, lengths: Tensor, additions: int, eps: float, more: Tensor | float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Norms of sums whose terms may cancel, at their upper end, and what was added for that.
+
+    The squares are sums of products of inner products of the terms; each is wrong by at most half
+    a unit for each addition in it, in proportion to what the terms would add up to if they did not
+    cancel. What overflowed on the way is infinite, not zero.
+    """
+    slack = (additions + 8) * eps * lengths.square() + more
+    inner = torch.where(inner.isfinite(), inner.clamp_min(0.0), math.inf)
+    return (inner + slack).sqrt(), slack
+
+
+def _eps(tensor: Tensor) -> float:
+    """Two units: each bound below that is made of units is doubled, for what is of second order."""
+    return torch.finfo(tensor.dtype).eps
 
 
 def _shift(inputs: Tensor, grads: Tensor) -> Tensor:
-    """The powers of two that :func:`_balanced` moves: none where numbers are ordinary or zero."""
+    """Powers of two to move from gradients to inputs, so that the squares of both are ordinary.
+
+    The square of a very small input vanishes, though its product with a very large gradient does
+    not: its norm would be too small. None where numbers are ordinary or zero.
+    """
     if not inputs.numel() or not grads.numel():
         return torch.zeros((*inputs.shape[:2], 1), dtype=torch.int32, device=inputs.device)
     a, g = (_largest(t) for t in (inputs, grads))
@@ -397,24 +555,6 @@ def _shift(inputs: Tensor, grads: Tensor) -> Tensor:
 def _largest(tensor: Tensor) -> Tensor:
     """The largest absolute value in each row, without a temporary of the tensor's size."""
     return torch.maximum(tensor.amax(dim=2, keepdim=True), -tensor.amin(dim=2, keepdim=True))
-
-
-def _rounded_up(squares: Tensor, lengths: Tensor) -> Tensor:
-    """Squared norms made of terms that may cancel, plus what rounding may have hidden.
-
-    That is bounded by the square of the terms' absolute sum, ``lengths``, times a few units. What
-    overflowed on the way is infinite, not zero.
-    """
-    squares = torch.where(squares.isfinite(), squares.clamp_min(0.0), math.inf)
-    return squares + 8 * torch.finfo(squares.dtype).eps * lengths * lengths
-
-
-def _hidden(terms: Tensor) -> Tensor:
-    """What rounding may add to the sum of each row's terms, given their sizes.
-
-    Each addition errs by half a unit of what there is so far, both in the norm and in the sum.
-    """
-    return terms.shape[1] * torch.finfo(terms.dtype).eps * terms.sum(dim=1)
 
 
 def _refuse_huge(shape: tuple[int, ...]) -> None:

@@ -108,6 +108,18 @@ def trains(param: Tensor | None) -> TypeGuard[Tensor]:
     return param is not None and getattr(param, "_lap2_trained", param.requires_grad)
 
 
+def _total(values: Tensor, drop: list[int]) -> Tensor:
+    """Their sum over some dimensions, in float64.
+
+    Where terms cancel, what float32 leaves depends on the order of additions, which may depend on
+    where in memory, and so on how many examples, there are.
+    """
+    if not drop:
+        return values
+    wide = values.dtype if values.device.type == "mps" else torch.float64
+    return values.sum(dim=drop, dtype=wide)
+
+
 def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
@@ -121,7 +133,7 @@ def _offset(module: nn.Module, g: Tensor, *, channels_last: bool) -> list[PerExa
     """A bias that is trained alone: what is added everywhere, summed over where."""
     bias: Any = module.bias
     drop = list(range(1, g.dim() - bias.dim()) if channels_last else range(2, g.dim()))
-    return [Dense(bias, g.sum(dim=drop) if drop else g)]
+    return [Dense(bias, _total(g, drop))]
 
 
 def _linear(module: nn.Linear, a: Tensor, g: Tensor, arena: Arena) -> list[PerExample]:
@@ -130,7 +142,7 @@ def _linear(module: nn.Linear, a: Tensor, g: Tensor, arena: Arena) -> list[PerEx
     if trains(module.weight):
         found.append(Outer(module.weight, a, g, arena=arena))
     if trains(module.bias):
-        found.append(Dense(module.bias, g.sum(dim=1)))
+        found.append(Dense(module.bias, _total(g, [1])))
     return found
 
 
@@ -139,7 +151,7 @@ def _transposed_linear(module: Any, a: Tensor, g: Tensor, arena: Arena) -> list[
     a, g = _positions(a), _positions(g)
     found: list[PerExample] = [Outer(module.weight, g, a, arena=arena)]
     if trains(module.bias):
-        found.append(Dense(module.bias, g.sum(dim=1)))
+        found.append(Dense(module.bias, _total(g, [1])))
     return found
 
 
@@ -175,7 +187,7 @@ def projection_gradients(
         rows = g if weight.shape[0] == g.shape[2] else _placed(g, start, weight.shape[0])
         found.append(Outer(weight, a, rows, arena=arena))
     if trains(bias):
-        found.append(Dense(bias, _placed(g.sum(dim=1), start, bias.shape[0])))
+        found.append(Dense(bias, _placed(_total(g, [1]), start, bias.shape[0])))
     return found
 
 
@@ -186,7 +198,7 @@ def _placed(g: Tensor, start: int, size: int) -> Tensor:
 def _conv(module: nn.Conv1d | nn.Conv2d, a: Tensor, g: Tensor, arena: Arena) -> list[PerExample]:
     found: list[PerExample] = []
     if trains(module.bias):
-        found.append(Dense(module.bias, g.flatten(2).sum(dim=2)))
+        found.append(Dense(module.bias, _total(g.flatten(2), [2])))
     if not trains(module.weight):
         return found
     if module.groups == 1 and isinstance(module, nn.Conv2d):
@@ -238,7 +250,7 @@ def _norm(module: nn.Module, normalised: Tensor, g: Tensor, keep: slice) -> list
     offset: Any = getattr(module, "bias", None)
     for param, values in ((weight, g * normalised), (offset, g)):
         if trains(param):
-            found.append(Dense(param, values.sum(dim=drop) if drop else values))
+            found.append(Dense(param, _total(values, drop)))
     return found
 
 
@@ -260,7 +272,7 @@ def _group_norm(module: nn.GroupNorm, a: Tensor, g: Tensor, _: Arena) -> list[Pe
 def _layer_scale(module: nn.Module, a: Tensor, g: Tensor, _: Arena) -> list[PerExample]:
     """One gain for each channel of the last dimension, under whatever name."""
     (gain,) = module.parameters(recurse=False)
-    return [Dense(gain, _positions(a * g).sum(dim=1))]
+    return [Dense(gain, _total(_positions(a * g), [1]))]
 
 
 _RULES: dict[type[nn.Module], Callable[..., list[PerExample]]] = {

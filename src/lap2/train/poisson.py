@@ -4,32 +4,79 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lap2 import _validate
 from lap2.noise import new_key
+from lap2.train import randomness
+from lap2.train.errors import BookkeepingError
+from lap2.train.rehearsal import Rehearsed, chosen_records, rehearsed_batches
+from lap2.train.source import is_plain_tensors
 
-__all__ = ["PoissonLoader"]
+__all__ = ["Consumer", "Piece", "PoissonLoader"]
 
 
-class _Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What the loader handed out: a batch, a piece of one, or a rehearsal.
+
+    Attributes:
+        serial: how many were handed out before.
+        size: records of the sample in it; none, if a record stands in for an empty sample.
+        total: records of the sample in its whole batch.
+        is_first: whether its batch begins with it.
+        is_last: whether its batch ends with it, so that its step releases something.
+        rehearsal: for a small batch that only checks the model, what is checked with it; such a
+            batch has nothing to do with the sample.
+    """
+
+    serial: int
+    size: int
+    total: int
+    is_first: bool = True
+    is_last: bool = True
+    rehearsal: Rehearsed | None = None
+
+
+class Consumer(Protocol):
+    """Who takes steps on the batches of a loader."""
+
+    def before_piece(self, piece: Piece) -> None:
+        """Called before a piece is handed out."""
+        ...
+
+    @property
+    def wants_rehearsal(self) -> bool:
+        """Whether the model is to be checked before the next batch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A part of a sample that is still to be handed out."""
+
     index: np.ndarray
-    begins: bool
-    ends: bool
+    total: int
+    is_first: bool
+    is_last: bool
 
 
-class PoissonLoader:
+class PoissonLoader(DataLoader):
     """Batches in which every record is included independently with probability ``sampling_prob``.
 
     Inclusion is decided by AES-256 in counter mode under a key from the operating system, with
-    probability ``sampling_prob`` rounded down to a multiple of 2^-64. Batches vary in size and may
-    be empty: an empty batch is yielded too, with tensors of length zero.
+    probability ``sampling_prob`` rounded down to a multiple of 2^-64. Batches vary in size. For an
+    empty one, a batch of one record is handed out, so that every model can be called as always;
+    whatever is computed of it is thrown away.
+
+    To anything that wants a ``DataLoader`` it is one, with the settings of the user's own.
 
     Args:
         dataset: map-style; a TensorDataset is indexed at once, others by ``loader``'s workers.
@@ -53,27 +100,38 @@ class PoissonLoader:
         shard: tuple[int, int] = (0, 1),
     ) -> None:
         """Check the arguments; draws nothing yet."""
-        self.dataset = dataset
         self.sampling_prob = _validate.probability("sampling_prob", sampling_prob)
         self.steps = _validate.integer("steps", steps, least=1)
         if max_physical_batch_size is not None:
             _validate.integer("max_physical_batch_size", max_physical_batch_size, least=1)
         self.max_physical_batch_size = max_physical_batch_size
-        self.ends_batch = True
-        self.batches_begun = self.pieces_begun = 0
-        self.before_piece: Callable[[bool], None] = lambda begins: None  # noqa: ARG005
-        """Called before each piece is handed out, with whether it begins a batch."""
-        self.piece_size = 0
+        self.piece: Piece | None = None
+        """What was handed out last."""
         self.passes = self.position = 0
         """Whole passes done, and steps taken in the current one."""
         self._records = np.arange(shard[0], len(dataset), shard[1])  # type: ignore[arg-type]
         self._threshold = min(int(self.sampling_prob * 2**64), 2**64 - 1)
-        self._loader = loader
-        self._resumes = False
+        self._plain = is_plain_tensors(dataset, loader)
+        self._resumes = self._postponed = False
+        self._consumer: Consumer | None = None
+        self._open = object()
+        self._unused = False
+        self._rehearsing: Generator[tuple[Rehearsed, Any]] | None = None
+        self._has_rehearsed = False
+        self._fixed = randomness.FixedDraws()
+        self._ahead: deque[_Drawn] = deque()  # workers fetch before the batch is handed out
+        super().__init__(
+            dataset, batch_sampler=_Batches(self._indices, self.steps), **_settings(loader)
+        )
 
     def __len__(self) -> int:
         """The number of batches in one pass."""
         return self.steps
+
+    @property
+    def ends_batch(self) -> bool:
+        """Whether the step on what was handed out last releases something."""
+        return self.piece is None or (self.piece.is_last and self.piece.rehearsal is None)
 
     def sample(self) -> np.ndarray:
         """The indices of one Poisson sample."""
@@ -82,6 +140,40 @@ class PoissonLoader:
         stream = Cipher(algorithms.AES(new_key()), modes.CTR(bytes(16))).encryptor()
         words = np.frombuffer(stream.update(bytes(8 * self._records.size)), dtype="<u8")
         return self._records[np.flatnonzero(words < np.uint64(self._threshold))]
+
+    def attach(self, consumer: Consumer) -> None:
+        """From now on every batch is for one step of ``consumer``."""
+        self._consumer = consumer
+
+    def take(self) -> Piece:
+        """What was handed out last, for the one step that may be taken on it.
+
+        Raises:
+            BookkeepingError: there is nothing, or a step was taken on it.
+        """
+        if self.piece is None or not self._unused:
+            raise BookkeepingError(
+                "each batch that the loader yields allows one step: a second one would release the "
+                "same sample again, while the ledger counts on a fresh one. A wrapper that makes a "
+                "loader of its own (as Accelerate's prepare does) has batches that are not counted"
+            )
+        self._unused = False
+        self._fixed.end()
+        return self.piece
+
+    def end_rehearsal(self) -> None:
+        """Let the next rehearsal begin anew."""
+        if self._rehearsing is not None:
+            self._rehearsing.close()
+            self._rehearsing, self._has_rehearsed = None, False
+
+    def postpone(self) -> None:
+        """Hand out once more what was taken, after a rehearsal: nothing was released of it."""
+        self._postponed = True
+
+    def finish_batch(self) -> None:
+        """Count a step that was released."""
+        self.position += 1
 
     def state_dict(self) -> dict[str, int]:
         """How far the passes have come. Nothing about what was or will be sampled."""
@@ -94,68 +186,146 @@ class PoissonLoader:
         self.position = _validate.integer("position", state["position"], least=0)
         self._resumes = True
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield the batches of one pass, or what is left of one that was resumed."""
         self.position = self.position if self._resumes else 0
-        self._resumes = False
-        yield from self._batches(self.steps - self.position)
+        if self._unused and self.piece is not None and self.piece.rehearsal is not None:
+            self.end_rehearsal()  # it was given up
+        self._resumes = self._postponed = self._unused = False
+        self._open = this = object()
+        return self._pass(this)
+
+    def _pass(self, this: object) -> Iterator[Any]:
+        source = self._from_tensors() if self._plain else self._from_workers()
+        for drawn, data in source:
+            if drawn.is_first and self._must_rehearse:
+                yield from self._rehearse(this)
+            self._hand_out(this, drawn)
+            yield data
+            while self._postponed:
+                self._postponed = False
+                yield from self._rehearse(this)
+                self._hand_out(this, drawn)
+                yield data
+        self._refuse_unused(this)
         self.passes, self.position = self.passes + 1, 0
 
-    def _batches(self, count: int) -> Iterator[Any]:
-        if isinstance(self.dataset, TensorDataset) and not (
-            self._loader and self._loader.num_workers
-        ):
-            yield from self._from_tensors(self.dataset, count)
-        else:
-            yield from self._from_loader(count)
+    @property
+    def _must_rehearse(self) -> bool:
+        consumer = self._consumer
+        return consumer is not None and (self._rehearsing is not None or consumer.wants_rehearsal)
 
-    def _pieces(self, count: int) -> Iterator[_Piece]:
-        """The pieces of the next ``count`` batches."""
+    def _hand_out(self, this: object, drawn: _Drawn, rehearsal: Rehearsed | None = None) -> None:
+        """Make known what is about to be yielded."""
+        self._refuse_unused(this)
+        serial = 0 if self.piece is None else self.piece.serial + 1
+        piece = Piece(
+            serial, drawn.index.size, drawn.total, drawn.is_first, drawn.is_last, rehearsal
+        )
+        if self._consumer is not None:
+            self._consumer.before_piece(piece)
+        self.piece = piece
+        self._unused = True
+
+    def _refuse_unused(self, this: object) -> None:
+        """Whoever takes no step on a batch must give up the pass, so that nothing is mixed up."""
+        if self._consumer is None:
+            return
+        if this is not self._open:
+            raise BookkeepingError(
+                "the loader was iterated anew, so that this pass over it is over: finish one pass "
+                "before another begins"
+            )
+        if self._unused:
+            raise BookkeepingError(
+                "fetch one batch at a time: the batch before was fetched, but no optimizer step "
+                "was taken on it. A wrapper that reads ahead (Accelerate's prepared loaders do) "
+                "cannot be used, nor can several batches be accumulated into one step: choose the "
+                "batch_size of the step, and max_physical_batch_size for what fits into memory. A "
+                "batch that is skipped for what is in it would no longer be a random sample"
+            )
+
+    def _rehearse(self, this: object) -> Iterator[Any]:
+        """A few small batches that only check the model; goes on where a pass was given up."""
+        if self._rehearsing is None:
+            self._rehearsing = self._rehearsal()
+        try:
+            while self._rehearsing is not None:
+                rehearsal, data = next(self._rehearsing, (None, None))
+                if rehearsal is None:
+                    self._rehearsing = None
+                    break
+                count = np.arange(len(rehearsal.records))
+                drawn = _Drawn(count, count.size, is_first=True, is_last=True)
+                self._hand_out(this, drawn, rehearsal)
+                if rehearsal.numbers:
+                    self._fixed.begin(rehearsal.numbers)
+                yield data
+        finally:
+            self._fixed.end()
+
+    def _rehearsal(self) -> Generator[tuple[Rehearsed, Any]]:
+        """The first is longer, because nothing is known of the model."""
+        most = max(2, self.max_physical_batch_size or len(self.dataset))  # type: ignore[arg-type]
+        rounds = 1 if self._has_rehearsed else 3
+        self._has_rehearsed = True
+        before = randomness.state()
+        held = self._held(chosen_records(len(self.dataset), most, rounds))  # type: ignore[arg-type]
+        randomness.restore(before)
+        return rehearsed_batches(held, self.collate_fn, most=most, rounds=rounds)
+
+    def _held(self, chosen: list[int]) -> list[Any]:
+        """Records as the data set has them, read where it is read."""
+        if self.num_workers:
+            settings = _settings(self) | {"num_workers": 1, "collate_fn": _as_they_are}
+            settings |= {"pin_memory": False, "persistent_workers": False, "prefetch_factor": None}
+            inner: Any = DataLoader(self.dataset, batch_sampler=[chosen], **settings)
+            return next(iter(inner))
+        if callable(together := getattr(self.dataset, "__getitems__", None)):
+            held: Any = together(chosen)
+            return list(held)
+        return [self.dataset[i] for i in chosen]
+
+    def _draw(self, count: int) -> Iterator[_Drawn]:
+        """The pieces of the next ``count`` samples."""
         for _ in range(count):
             index = self.sample()
             step = self.max_physical_batch_size or max(1, index.size)
             starts = range(0, max(1, index.size), step)
             for start in starts:
-                yield _Piece(index[start : start + step], start == 0, start == starts[-1])
+                part = index[start : start + step]
+                yield _Drawn(part, index.size, start == 0, start == starts[-1])
 
-    def _hand_out(self, piece: _Piece) -> None:
-        """Let the step know what is being yielded."""
-        self.before_piece(piece.begins)
-        self.batches_begun += piece.begins
-        self.pieces_begun += 1
-        self.ends_batch, self.piece_size = piece.ends, piece.index.size
+    def _from_tensors(self) -> Iterator[tuple[_Drawn, Any]]:
+        for drawn in self._draw(self.steps - self.position):
+            index = self._or_stand_in(drawn.index)
+            yield drawn, [_rows(tensor, index) for tensor in self.dataset.tensors]  # type: ignore[attr-defined]
 
-    def _from_tensors(self, dataset: TensorDataset, count: int) -> Iterator[Any]:
-        for piece in self._pieces(count):
-            self._hand_out(piece)
-            yield [_rows(tensor, piece.index) for tensor in dataset.tensors]
+    def _from_workers(self) -> Iterator[tuple[_Drawn, Any]]:
+        self._ahead.clear()
+        for data in super().__iter__():
+            yield self._ahead.popleft(), data
 
-    def _from_loader(self, count: int) -> Iterator[Any]:
-        ahead: deque[_Piece] = deque()  # workers fetch before the batch is handed out
+    def _indices(self) -> Iterator[list[int]]:
+        for drawn in self._draw(self.steps - self.position):
+            self._ahead.append(drawn)
+            yield self._or_stand_in(drawn.index).tolist()
 
-        def remembered() -> Iterator[list[int]]:
-            for piece in self._pieces(count):
-                ahead.append(piece)
-                yield piece.index.tolist() or [0]  # a stand-in, cut to length zero below
-
-        source = self._loader
-        settings = (
-            {
-                "num_workers": source.num_workers,
-                "collate_fn": source.collate_fn,
-                "pin_memory": source.pin_memory,
-                "timeout": source.timeout,
-                "worker_init_fn": source.worker_init_fn,
-                "multiprocessing_context": source.multiprocessing_context,
-            }
-            if source is not None
-            else {}
+    def _or_stand_in(self, index: np.ndarray) -> np.ndarray:
+        """One record where there is none, so that the batch has the form of all others."""
+        return (
+            index if index.size else self._records[:1] if self._records.size else np.zeros(1, int)
         )
-        inner = DataLoader(self.dataset, batch_sampler=_Batches(remembered), **settings)
-        for batch in inner:
-            piece = ahead.popleft()
-            self._hand_out(piece)
-            yield batch if piece.index.size else _cut(batch)
+
+
+def _settings(loader: DataLoader | None) -> dict[str, Any]:
+    if loader is None:
+        return {}
+    kept = (
+        "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
+        "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
+    )  # fmt: skip
+    return {name: getattr(loader, name) for name in kept}
 
 
 def _rows(tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
@@ -168,23 +338,18 @@ def _rows(tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
     return tensor.index_select(0, torch.from_numpy(index).to(tensor.device))
 
 
+def _as_they_are(items: list[Any]) -> list[Any]:
+    return items
+
+
 class _Batches:
     """A batch sampler from a generator function."""
 
-    def __init__(self, make: Any) -> None:
-        self._make = make
+    def __init__(self, make: Any, count: int) -> None:
+        self._make, self._count = make, count
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._make()
 
-
-def _cut(batch: Any) -> Any:
-    """The batch with every tensor cut to length zero."""
-    if isinstance(batch, torch.Tensor):
-        return batch[:0]
-    if isinstance(batch, dict):
-        return type(batch)({key: _cut(value) for key, value in batch.items()})
-    if isinstance(batch, (list, tuple)):
-        parts = [_cut(value) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+    def __len__(self) -> int:
+        return self._count

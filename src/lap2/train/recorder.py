@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lap2.train.arena import Arena
 from lap2.train.attention import attend
 from lap2.train.coverage import Unit, is_attention, plan
-from lap2.train.gradients import Dense, PerExample, summed
+from lap2.train.errors import BookkeepingError
+from lap2.train.gradients import Dense, PerExample, Probes, summed
 from lap2.train.layers import (
     UnsupportedModuleError,
     best_at_once,
@@ -28,18 +29,23 @@ from lap2.train.layers import (
     projection_gradients,
     trains,
 )
+from lap2.train.nested import tensors
 from lap2.train.pooling import is_pooling, max_pool2d
 from lap2.train.precision import full_precision
 from lap2.train.records import Record, Tap, batch_size
-from lap2.train.verify import (
-    REENTRANT,
-    BookkeepingError,
-    Verifier,
-    map_tensors,
-    refuse_uneven_labels,
+
+__all__ = ["Recorded", "Recorder"]
+
+_REENTRANT = (
+    "gradient checkpointing must be used with use_reentrant=False: the other kind runs layers "
+    "without a graph first, so that they cannot be recorded"
 )
 
-__all__ = ["BookkeepingError", "Recorded", "Recorder"]
+_OUTSIDE = (
+    "parameter {!r} has a gradient but is used outside a module's forward, where per-example "
+    "gradients cannot be seen: use it through its own module, or freeze it. If the loss has a "
+    "penalty on parameters, take the penalty out: the optimizer's weight_decay does the same"
+)
 
 
 class Recorded(NamedTuple):
@@ -49,11 +55,17 @@ class Recorded(NamedTuple):
         batch: number of examples.
         scale: what the gradients must be multiplied with, because the loss was a mean.
         gradients: one entry for each parameter that took part.
+        form: of the model, and how it was called: what has another form must be checked anew.
+        precision: the largest relative rounding error of what was recorded.
+        loss: "mean" or "sum", as the user said, or "records" for one loss for each.
     """
 
     batch: int
     scale: float
     gradients: list[PerExample]
+    form: object = None
+    precision: float = 0.0
+    loss: str = "records"
 
 
 class Recorder:
@@ -64,9 +76,11 @@ class Recorder:
 
     Args:
         model: in training mode its forward is recorded; otherwise nothing happens.
+        rehearses: whether the batch at hand is a rehearsal: then what is recorded is compared with
+            autograd's own gradients.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, rehearses: Callable[[], bool] = lambda: False) -> None:
         """Check the model, mark what is trained, and hang up the hooks."""
         units = plan(model)
         for unit in units:
@@ -76,14 +90,24 @@ class Recorder:
         self.params = [p for p in model.parameters() if p.requires_grad]
         if not self.params:
             raise UnsupportedModuleError("module must have a parameter with requires_grad=True")
+        self.names: dict[Tensor, str] = {
+            p: name for name, p in model.named_parameters() if p.requires_grad
+        }
+        for param, name in self.names.items():
+            if param.is_complex():
+                raise UnsupportedModuleError(
+                    f"parameter {name!r} must be real, got {param.dtype}: keep its real and "
+                    "imaginary parts as two parameters"
+                )
         for param in self.params:
             param._lap2_trained = True  # pyright: ignore[reportAttributeAccessIssue]
-        self.names = {id(p): name for name, p in model.named_parameters()}
+        self._rehearses = rehearses
         self._records: list[Record] = []
         self._arena = Arena()
-        self._verifier = Verifier({p: self.names[id(p)] for p in self.params})
-        self._batch = 0
-        self._in_forward = self._collecting = False
+        self._batch, self._losses = 0, False
+        self._form: object = None
+        self._precision = 0.0
+        self._in_forward = self._collecting = self._compares = False
         self._anchor = torch.zeros((), device=self.params[0].device, requires_grad=True)
         self._seen: set[nn.Module] = set()
         self._shared: dict[nn.Module, bool] = {}
@@ -121,7 +145,6 @@ class Recorder:
         """Take all hooks off; the model is as it was."""
         for handle in self._handles:
             handle.remove()
-        self._verifier.remove()
         for module in self._rewritten:
             module.__dict__.pop("forward", None)
         for module in self._inplace:
@@ -134,30 +157,84 @@ class Recorder:
         for record in self._records:
             record.forget()
         self._records.clear()
-        self._verifier.restart()
+        self._losses = False
+
+    def backward(self, losses: Tensor) -> None:
+        """Differentiate the sum of one loss for each example.
+
+        Raises:
+            ValueError: there is not one loss for each example.
+        """
+        if not isinstance(losses, Tensor) or losses.dim() != 1 or not losses.requires_grad:
+            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(
+                f"losses must be a tensor of one loss for each record, of shape (batch,), that has "
+                f"a gradient; got {shape}: take the loss with reduction='none', and sum or average "
+                "it within each record only"
+            )
+        if self._records and len(losses) != self._batch:
+            raise ValueError(
+                f"losses must have one loss for each of the batch's {self._batch} records, got "
+                f"{len(losses)}"
+            )
+        self._losses = True
+        losses.backward(torch.ones_like(losses))
 
     @torch.no_grad()
     def collect(self, *, loss_reduction: str) -> Recorded:
         """What was recorded since the last time; valid until the next forward.
 
         Raises:
-            BookkeepingError: an activation was changed in place, or (on the first batches) the
-                recorded gradients are not autograd's own.
+            BookkeepingError: an activation was changed in place, a parameter was used where it
+                cannot be seen, or recorded gradients do not add up to autograd's own.
         """
         records, self._records = self._records, []
         records = [r for r in records if r.grad is not None or r.found]
+        loss = "records" if self._losses else loss_reduction
+        self._losses = False
         batch = records[0].batch if records else 0
-        if batch == 0:
-            self._verifier.restart()
-            return Recorded(0, 1.0, [])
-        self._collecting = True  # modules without a rule are run again, unrecorded
         try:
+            if batch == 0:
+                return Recorded(0, 1.0, [])
+            self._collecting = True  # modules without a rule are run again, unrecorded
             gradients = self._gradients(records, batch)
+            self._refuse_other_gradients(gradients)
         finally:
             self._collecting = False
-        if not self._verifier.is_done:
-            self._verifier.compare(gradients, batch)
-        return Recorded(batch, float(batch) if loss_reduction == "mean" else 1.0, gradients)
+            for param in self.params:
+                param.grad = None
+        scale = float(batch) if loss == "mean" else 1.0
+        return Recorded(batch, scale, gradients, self._form, self._precision, loss)
+
+    def _refuse_other_gradients(self, gradients: list[PerExample]) -> None:
+        """Compare with what autograd left: in a rehearsal all, and otherwise nothing at all."""
+        found = {g.param: g for g in gradients}
+        for param, name in self.names.items():
+            if param.grad is not None and (not self._compares or param not in found):
+                raise BookkeepingError(_OUTSIDE.format(name))
+        if not self._compares:
+            return
+        probes = {param: Probes.of(param, 4) for param in found}
+        each = {param: g.project(probes[param]) for param, g in found.items()}
+        sizes = {param: values.norm(dim=1).sum() for param, values in each.items()}
+        largest = max(float(size) for size in sizes.values())
+        for param, values in each.items():
+            grad = param.grad
+            if grad is None:
+                truth = torch.zeros_like(values[0])
+            else:
+                grad = grad.to_dense() if grad.is_sparse else grad
+                truth = probes[param].of_gradient(grad[None])[0].to(values)
+            rounding = max(self._precision, torch.finfo(param.dtype).eps)
+            allowed = max(1e-3, 16 * rounding) * sizes[param] + 16 * rounding * largest
+            difference = (values.sum(dim=0) - truth).norm()
+            if bool(difference.isfinite()) and bool(difference > allowed):
+                raise BookkeepingError(
+                    f"the recorded gradient of {self.names[param]!r} differs from autograd's: it "
+                    "is used outside its own module's forward, a layer does not have the batch "
+                    "first, or the loss has a penalty on it (the optimizer's weight_decay does "
+                    "the same)"
+                )
 
     def _gradients(self, records: list[Record], batch: int) -> list[PerExample]:
         by_param: dict[Tensor, list[PerExample]] = {}
@@ -179,32 +256,44 @@ class Recorder:
             raise UnsupportedModuleError(
                 "the model must be called with tensors that have the batch as first dimension"
             )
+        if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+            raise BookkeepingError(
+                "the model must not be wrapped in DistributedDataParallel, which averages "
+                "gradients before they are clipped: call the model itself, lap2 adds up its "
+                "clipped sums"
+            )
+        self._refuse_frozen()
         if not self._records:
             self._arena.reset()
+            self._compares, self._precision, self._form = self._rehearses(), 0.0, ()
+            for param in self.params:
+                param.grad = None
+        self._form = (self._form, self._current_form((args, kwargs)))
         self._batch = batch
-        self._in_forward = self._verifier.watching = True
+        self._in_forward = True
         self._seen.clear()
-        for param in self.params:
-            param.grad = None
 
-    def _end(self, _: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:  # noqa: ARG002
+    def _refuse_frozen(self) -> None:
+        for param, name in self.names.items():
+            if not param.requires_grad:
+                raise BookkeepingError(
+                    f"parameter {name!r} was frozen after the model was made private: noise is "
+                    "still drawn for it. Set requires_grad before make_private"
+                )
+
+    def _current_form(self, called: Any) -> object:
+        """Whatever about the model and its call decides what is computed, but for values."""
+        modes = tuple((id(module), module.training) for module in self.model.modules())
+        device = self.params[0].device.type
+        casting = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return modes, casting, tuple((t.dim(), t.dtype) for t in tensors(called))
+
+    def _end(self, _: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:  # noqa: ARG002
         if not self._in_forward:
-            return None
+            return
         self._in_forward = False
-        if output is None:  # the forward failed
-            return None
-        tensors: list[Tensor] = []
-        map_tensors(lambda t: tensors.append(t) or t, output)
-        if any(t.dim() == 0 for t in tensors):
+        if output is not None and any(t.dim() == 0 for t in tensors(output)):
             refuse_uneven_labels(kwargs.get("labels"))
-        if self._verifier.is_done:
-            return None
-
-        def watch(tensor: Tensor) -> Tensor:
-            look = partial(self._verifier.look, tensor, tensors, self._batch)
-            return Tap.apply(tensor, self._anchor, None, look)
-
-        return map_tensors(watch, output)
 
     def _is_training(self) -> bool:
         return self.model.training and torch.is_grad_enabled() and not self._collecting
@@ -218,7 +307,7 @@ class Recorder:
             return
         self._entered.add(module)
         for name, param in unit.params.items():
-            param.requires_grad_(self._verifier.wants(param))
+            param.requires_grad_(self._compares)
             if unit.how == "copies":  # an attribute of the instance hides the parameter
                 copies = self._for_each(param)
                 rule = partial(_copy_gradient, param)
@@ -316,19 +405,21 @@ class Recorder:
             # Checkpointing computes again what backward needs. The first time was recorded; this
             # time only the graph must look the same.
             if module not in self._seen:
-                raise BookkeepingError(REENTRANT)
-            return Tap.apply(output, self._anchor, None, _ignore)
+                raise BookkeepingError(_REENTRANT)
+            return Tap.apply(output, self._anchor, _ignore)
         self._seen.add(module)
         inputs = tuple(value for value in held if isinstance(value, Tensor))
-        copied = output.shape[0] > 1 and output.stride(0) == 0
-        record = Record(type(module).__name__, self._batch, rule, inputs, at_once, copied)
+        record = Record(type(module).__name__, self._batch, rule, inputs, at_once)
         self._records.append(record)
-        return Tap.apply(output, self._anchor, record, partial(self._receive, record))
+        for tensor in (output, *inputs):
+            if tensor.is_floating_point():
+                self._precision = max(self._precision, torch.finfo(tensor.dtype).eps)
+        return Tap.apply(output, self._anchor, partial(_receive, record))
 
-    def _receive(self, record: Record, grad: Tensor) -> None:
-        if not self._verifier.running:
-            with full_precision():
-                record.keep(grad)
+
+def _receive(record: Record, grad: Tensor) -> None:
+    with full_precision():
+        record.keep(grad)
 
 
 def _copy_gradient(param: Tensor, grad: Tensor) -> list[PerExample]:
@@ -357,3 +448,26 @@ def _detached(value: Any) -> Any:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def refuse_uneven_labels(labels: object) -> None:
+    """Refuse a loss that the model averaged over labels of which examples have different numbers.
+
+    A mean over the *tokens* of a batch divides every example's loss by a number that depends on
+    the other examples.
+
+    Args:
+        labels: what the model was given under that name, while it returned a loss.
+    """
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.numel() == 0:
+        return
+    if labels.dim() == 0:
+        return
+    counted = (labels != -100).reshape(len(labels), -1).long()
+    counts = torch.stack([counted.sum(dim=1), counted[:, 1:].sum(dim=1)])  # all; after a shift
+    if bool((counts != counts[:, :1]).any()):
+        raise UnsupportedModuleError(
+            "the model's own loss is a mean over the labels of the whole batch, and its examples "
+            "have different numbers of them: each example's loss then depends on the others. "
+            "Leave labels out, and give engine.backward the examples' own losses of the logits"
+        )

@@ -2,17 +2,17 @@
 
 # pyright: basic
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lap2.train.errors import BookkeepingError
 from lap2.train.gradients import PerExample
-from lap2.train.verify import BookkeepingError, weigh
+from lap2.train.nested import tensors
 
 __all__ = ["Record", "Tap", "batch_size"]
 
@@ -27,10 +27,8 @@ class Record:
         rule: from the gradient of what came out to the per-example gradients.
         inputs: tensors that the rule holds, and must find unchanged.
         at_once: whether the rule is applied as soon as the gradient is known.
-        copied: whether what came out was the same for all examples, and copied for each.
         grad: the gradient of what came out, once there is one.
         found: what the rule has given so far.
-        weights: set while the gradient is not to be kept, but weighed by example.
     """
 
     name: str
@@ -38,10 +36,8 @@ class Record:
     rule: Callable[[Tensor], list[PerExample]]
     inputs: tuple[Tensor, ...] = ()
     at_once: Callable[[Tensor], bool] | None = None
-    copied: bool = False
     grad: Tensor | None = None
     found: list[PerExample] = field(default_factory=list)
-    weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._versions = [t._version for t in self.inputs]
@@ -88,19 +84,17 @@ class Tap(torch.autograd.Function):
     """The identity, which also shows the gradient that comes back through it."""
 
     @staticmethod
-    def forward(ctx, output, anchor, record, receive):  # noqa: ARG004 - an anchor has a gradient
+    def forward(ctx, output, anchor, receive):  # noqa: ARG004 - an anchor has a gradient
         """Let ``receive`` have the gradient; ``anchor`` makes sure that there is one."""
-        ctx.record, ctx.receive = record, receive
+        ctx.receive = receive
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx, grad):
         """Pass the gradient on."""
-        if ctx.record is not None and ctx.record.weights is not None:
-            grad = weigh(ctx.record.weights, grad)
         with torch.no_grad():
             ctx.receive(grad.detach())
-        return grad if ctx.needs_input_grad[0] else None, None, None, None
+        return grad if ctx.needs_input_grad[0] else None, None, None
 
 
 def _nothing(_: Tensor) -> list[PerExample]:
@@ -109,17 +103,5 @@ def _nothing(_: Tensor) -> list[PerExample]:
 
 def batch_size(value: Any) -> int | None:
     """The first dimension that most tensors of a call have; of two as frequent, the larger."""
-    counts = Counter(_first_dimensions(value))
+    counts = Counter(tensor.shape[0] for tensor in tensors(value) if tensor.dim())
     return max(counts, key=lambda size: (counts[size], size)) if counts else None
-
-
-def _first_dimensions(value: Any) -> Iterator[int]:
-    if isinstance(value, Tensor) and value.dim():
-        yield value.shape[0]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _first_dimensions(list(vars(value).values()))
-    elif isinstance(value, Mapping):
-        yield from _first_dimensions(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _first_dimensions(item)

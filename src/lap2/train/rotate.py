@@ -21,7 +21,7 @@ from torch import Tensor
 from lap2.signal import copies
 from lap2.train.compiled import kernel
 
-__all__ = ["gather", "spread", "spread_size"]
+__all__ = ["blank", "gather", "spread", "spread_size", "turned"]
 
 _BLOCK = 2**15
 """Coordinates that are mixed with each other, at most."""
@@ -51,11 +51,20 @@ def spread(tensors: Sequence[Tensor]) -> Tensor:
         norms. The basis is fixed and public.
     """
     size = sum(t.numel() for t in tensors)
-    device = torch.device("cpu") if tensors[0].device.type == "mps" else tensors[0].device
-    flat = torch.empty(_padded(size), dtype=torch.float64, device=device)
-    flat[size:] = 0.0
+    flat = blank(size, tensors[0].device)
     for part, tensor in _parts(flat, tensors):
         part.copy_(tensor)
+    return turned(flat, size)
+
+
+def blank(size: int, device: torch.device) -> Tensor:
+    """Room for ``size`` coordinates and what they are filled up with: zeros, in float64."""
+    home = "cpu" if device.type == "mps" else device
+    return torch.zeros(_padded(size), dtype=torch.float64, device=home)
+
+
+def turned(flat: Tensor, size: int) -> Tensor:
+    """What :func:`spread` gives, of coordinates that are in :func:`blank` room; overwrites it."""
     times = copies(len(flat))
     _turn(flat, size, 1 / math.sqrt(times), back=False)
     return flat if times == 1 else torch.cat([flat] * times)

@@ -14,7 +14,8 @@ from lap2.accountant import Accountant
 from lap2.train import checkpoint
 from lap2.train.checkpoint import CheckpointError, Journal
 from lap2.train.distributed import World
-from lap2.train.step import PrivateStep, ReleasePlan
+from lap2.train.plan import ReleasePlan
+from lap2.train.step import PrivateStep
 
 __all__ = ["Resumed", "Saver"]
 
@@ -74,6 +75,7 @@ class Saver:
         if self._world.rank == 0:
             if step.journal is None:
                 journal.start(step.released)
+            step.schedules.restore(keep=True)  # in a rehearsal they may be ahead
             checkpoint.write(path, self._state(scheduler, extra))
         step.journal = journal
         self._world.wait()
