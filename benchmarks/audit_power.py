@@ -19,11 +19,13 @@ from rich.table import Table
 from lap2.audit import Pair, audit_claim, audit_releases, audit_sampler, canary_directions
 from lap2.audit.controls import FAULTS
 from lap2.audit.demonstration import audit_demonstration_run
-from lap2.audit.probe import EngineSetting, audit_engine
+from lap2.audit.engine import audit_engine
+from lap2.audit.probe import EngineSetting
 from lap2.audit.statistics import gaussian_epsilon, laplace_epsilon
 from lap2.noise import SecureLaplace
 
-SEEN_BY_SAMPLER = {"none", "noise", "float32"}
+SEEN_BY_SAMPLER = {"none", "noise", "float32", "repeat"}
+RELEASES = {"as it is": "none", "denoised": "auto"}
 NAMES = {
     "none": "correct",
     "noise": "noise x 0.7",
@@ -32,6 +34,7 @@ NAMES = {
     "sampling": "no subsampling",
     "divisor": "realised divisor",
     "float32": "float32 torch noise",
+    "repeat": "the same noise in every step",
 }
 
 
@@ -39,9 +42,11 @@ def once(level, fault, rng):
     """One audit, at sizes that take seconds."""
     if level == "sampler":
         return audit_sampler(fault.sampler())
-    if level == "mechanism":
-        return audit_engine(trials=60_000, steps=1200, fault=fault, rng=rng)
-    return audit_demonstration_run(fault=fault, rng=rng)
+    kind, release = level.split(", ")
+    denoise = RELEASES[release]
+    if kind == "mechanism":
+        return audit_engine(denoise=denoise, trials=60_000, steps=1200, fault=fault, rng=rng)
+    return audit_demonstration_run(denoise=denoise, fault=fault, rng=rng)
 
 
 def power(levels, repeats, console):
@@ -131,7 +136,12 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(width=110)
-    tested = [level for level in arguments.levels if level != "truths"]
+    tested = []
+    for level in arguments.levels:
+        if level in {"mechanism", "run"}:
+            tested += [f"{level}, {release}" for release in RELEASES]
+        elif level != "truths":
+            tested.append(level)
     if tested:
         power(tested, arguments.repeats, console)
     if "truths" in arguments.levels:

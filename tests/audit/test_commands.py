@@ -16,9 +16,9 @@ def invoke(*arguments):
 
 SMALL = {
     "sampler": ["--size", "500", "--steps", "200"],
-    "mechanism": ["--trials", "30000", "--steps", "400"],
-    "run": ["--canaries", "400", "--records", "100", "--steps", "40"],
-    "claim": ["--trials", "2e5", "--seed", "1"],
+    "mechanism": ["--trials", "4000", "--steps", "300"],
+    "run": ["--canaries", "400", "--records", "100", "--steps", "30"],
+    "claim": ["--trials", "1e5", "--seed", "1"],
 }
 
 
@@ -29,9 +29,9 @@ SMALL = {
         ("sampler", ["--noise", "torch"], 1),
         ("sampler", ["--control", "noise"], 1),
         ("mechanism", [], 0),
-        ("mechanism", ["--control", "layer"], 1),
+        ("mechanism", ["--control", "layer", "--denoise", "auto"], 1),
         ("run", [], 0),
-        ("run", ["--control", "sampling"], 1),
+        ("run", ["--control", "sampling", "--denoise", "auto"], 1),
         ("claim", ["--bound", "published"], 1),
         ("claim", ["--bound", "exact"], 0),
     ],
@@ -43,6 +43,9 @@ def test_exit_code_is_the_verdict(command, extra, code):
     assert answer["verdict"] == ("violated" if code else "consistent")
     assert answer["level"] == command
     assert bool(answer["evidence"]) == bool(code)
+    if command in {"mechanism", "run"} and not extra:
+        names = {check["name"].split(":")[0] for check in answer["checks"]}
+        assert names == {"as it is", "denoised"}
 
 
 def test_words_for_people():
@@ -50,8 +53,8 @@ def test_words_for_people():
     assert result.exit_code == 1
     for words in ("violated", "epsilon", "0.319777 at delta 1e-05", "99.9%", "Clopper-Pearson"):
         assert words in result.output
-    checks = invoke("run", *SMALL["run"], "--control", "clip")
-    assert "signal of canaries in the data" in checks.output
+    checks = invoke("run", *SMALL["run"], "--control", "noise", "--denoise", "none")
+    assert "noise scale of coordinate 3" in checks.output
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,8 @@ def test_words_for_people():
         ["sampler", "--steps", "many"],
         ["mechanism", "--control", "everything"],
         ["mechanism", "--confidence", "1"],
+        ["mechanism", "--denoise", "some"],
+        ["run", "--confidence", "2"],
         ["run", "--width", "1"],
         ["claim", "--bound", "imagined"],
         ["claim", "--trials", "0.5"],

@@ -3,9 +3,10 @@
 Four levels, each with a lower bound on epsilon, a confidence, and a verdict on a claim:
 :func:`audit_sampler` looks at the noise alone, :func:`audit_mechanism` (and its fast form
 :func:`audit_releases`) at any private step, :func:`audit_run` at a training run with canaries,
-:func:`audit_claim` at a formula. What needs torch is in :mod:`lap2.audit.probe` (lap2's own engine
-as a step) and :mod:`lap2.audit.canaries` (a training run). docs/audit.md says what each can and
-cannot see. Needs ``lap2[audit]``, from the moment a name is used.
+:func:`audit_claim` at a formula. What needs torch is in :mod:`lap2.audit.engine` (lap2's own step),
+:mod:`lap2.audit.canaries` (a training run) and :mod:`lap2.audit.reference` (what a correct release
+of an engine looks like). docs/audit.md says what each can and cannot see. Needs ``lap2[audit]``,
+from the moment a name is used.
 """
 
 import importlib
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
         report,
     )
     from lap2.audit.result import Bound, Check, Result
-    from lap2.audit.run import CanaryScores, RunPlan, audit_run
+    from lap2.audit.run import CanaryScores, Correct, RunPlan, audit_run
     from lap2.audit.sampler import audit_sampler
 
 __all__ = [
     "Bound",
     "CanaryScores",
     "Check",
+    "Correct",
     "MembershipReport",
     "Pair",
     "Result",
@@ -50,7 +52,7 @@ _HOMES = {
     "mechanism": ("Pair", "audit_mechanism", "audit_releases", "canary_directions"),
     "membership": ("MembershipReport", "audit_membership", "confidences", "lira_scores", "report"),
     "result": ("Bound", "Check", "Result"),
-    "run": ("CanaryScores", "RunPlan", "audit_run"),
+    "run": ("CanaryScores", "Correct", "RunPlan", "audit_run"),
     "sampler": ("audit_sampler",),
 }
 

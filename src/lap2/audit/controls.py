@@ -22,10 +22,12 @@ class Fault:
     Attributes:
         noise_factor: of the noise scale.
         clip_factor: of the clip.
-        skips_layer: the last of several layers gets no noise.
+        skips_layer: the last of several layers gets no noise; the last half of what is released as
+            one vector.
         ignores_sampling: every record is in every batch.
         realised_divisor: the release is rescaled by the realised batch size.
         torch_noise: float32 noise of torch.distributions.
+        repeats_noise: the noise of the first step is that of every step.
     """
 
     noise_factor: float = 1.0
@@ -34,6 +36,7 @@ class Fault:
     ignores_sampling: bool = False
     realised_divisor: bool = False
     torch_noise: bool = False
+    repeats_noise: bool = False
 
     def sampler(self, honest: Sampler | None = None) -> Sampler:
         """The noise of a step with this fault."""
@@ -49,18 +52,20 @@ FAULTS: dict[str, Fault] = {
     "sampling": Fault(ignores_sampling=True),
     "divisor": Fault(realised_divisor=True),
     "float32": Fault(torch_noise=True),
+    "repeat": Fault(repeats_noise=True),
 }
 """The faults an audit is tried on, by the name the command line gives them."""
 
 
 class FaultySampler:
-    """Noise of the wrong scale, or missing from the last of several arrays."""
+    """Noise of the wrong scale, or missing from the last of several arrays or half of one."""
 
     is_secure = False
 
     def __init__(self, honest: Sampler, *, fault: Fault) -> None:
         """Break ``honest``."""
         self._honest, self._fault = honest, fault
+        self._first: dict[Any, list[Any]] = {}
 
     def added_sensitivity(self, scale: float, size: int) -> float:
         """As if nothing were wrong."""
@@ -68,9 +73,21 @@ class FaultySampler:
 
     def add(self, array: Any, scale: float) -> float:
         """Add noise, with the fault."""
-        if self._fault.skips_layer and isinstance(array, list) and len(array) > 1:
-            array = array[:-1]
+        if self._fault.repeats_noise:
+            return self._add_first(array if isinstance(array, list) else [array], scale)
+        if self._fault.skips_layer and isinstance(array, list):
+            array = array[:-1] if len(array) > 1 else [part[: len(part) // 2] for part in array]
         return self._honest.add(array, self._fault.noise_factor * scale)
+
+    def _add_first(self, parts: list[Any], scale: float) -> float:
+        """The noise that was drawn for the first call with arrays like these."""
+        shapes = tuple(tuple(part.shape) for part in parts)
+        if shapes not in self._first:
+            self._first[shapes] = [0 * part for part in parts]
+            self._honest.add(self._first[shapes], scale)
+        for part, noise in zip(parts, self._first[shapes], strict=True):
+            part[...] = part + noise
+        return 0.0
 
 
 class TorchLaplace:

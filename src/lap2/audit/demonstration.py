@@ -10,11 +10,10 @@ from torch import nn
 
 from lap2 import _validate
 from lap2.accountant import Accountant
-from lap2.audit.canaries import train_with_canaries
+from lap2.audit.canaries import step_of_a_run, train_with_canaries
 from lap2.audit.controls import Fault
 from lap2.audit.result import Result
 from lap2.audit.run import audit_run
-from lap2.mechanism import Laplace
 
 __all__ = ["audit_demonstration_run"]
 
@@ -27,6 +26,7 @@ def audit_demonstration_run(
     records: int = 500,
     batch_size: int = 100,
     steps: int = 100,
+    denoise: str | float = "auto",
     delta: float = 1e-5,
     confidence: float = 0.999,
     fault: Fault | None = None,
@@ -42,6 +42,10 @@ def audit_demonstration_run(
     features = torch.from_numpy(rng.standard_normal((count, 8))).float()
     labels = (features[:, 0] > 0).long()
     model = nn.Linear(8, 2)
+    # Whatever is broken below, this is what is claimed.
+    step = step_of_a_run(
+        model, canaries=canaries, width=width, noise_multiplier=noise_multiplier, denoise=denoise
+    )
     observed, _ = train_with_canaries(
         model=model,
         features=features,
@@ -51,21 +55,12 @@ def audit_demonstration_run(
         batch_size=batch_size,
         steps=steps,
         noise_multiplier=noise_multiplier,
+        denoise=denoise,
         fault=fault,
         rng=rng,
         progress=progress,
     )
-    # All that is trained: the model, and a row for each canary and for real records.
-    dimension = sum(p.numel() for p in model.parameters()) + width * (canaries + 1)
-    claim = Accountant().compose(
-        Laplace(noise_multiplier, dimension),
-        sampling_prob=observed.plan.sampling_prob,
-        steps=steps,
-    )
+    claim = Accountant().compose(step, sampling_prob=observed.plan.sampling_prob, steps=steps)
     return audit_run(
-        observed,
-        claimed_epsilon=claim.get_epsilon(delta),
-        delta=delta,
-        confidence=confidence,
-        rng=rng,
+        observed, claimed_epsilon=claim.get_epsilon(delta), delta=delta, confidence=confidence
     )

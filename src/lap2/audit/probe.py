@@ -1,16 +1,17 @@
-"""lap2's own engine under the mechanism audit: the real loader, clipping, noise and ledger.
+"""lap2's own engine under the mechanism audit: real loader, clipping, noise, readout and ledger.
 
 Records are given any gradient one likes through an embedding: the loss of a record is the inner
 product of its row with the wanted gradient. If every record has a row of its own, one step of the
-engine makes thousands of independent trials, because each record is sampled and clipped by itself
-and each coordinate has its own noise.
+engine makes many trials at once, because each record is sampled and clipped by itself and each
+coordinate has its own noise. They are independent if the readout leaves rows apart.
 """
 
 # pyright: basic
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lap2 import _validate
 from lap2.accountant import Accountant
 from lap2.audit.controls import FAULTS, Fault
-from lap2.audit.mechanism import Pair, audit_mechanism, audit_releases, canary_directions
-from lap2.audit.result import Bound, Result, judged
-from lap2.mechanism import Laplace
+from lap2.audit.reference import Reference, size_of_sample
+from lap2.audit.result import Check
+from lap2.audit.run import Correct
+from lap2.mechanism import Laplace, Mechanism
 from lap2.train.engine import PrivacyEngine
-from lap2.train.poisson import PoissonLoader
 
-__all__ = ["EngineSetting", "audit_engine"]
+__all__ = ["EngineSetting", "Probe"]
 
-_OVERSIZE = 10.0
+OVERSIZE = 10.0
 """Records ask for a gradient this many clips long, so that clipping has something to do."""
+_TOGETHER = 12
+"""Trials of a denoised release in one step, whose few coordinates are not mixed."""
+_LEARNING = 11
+"""Steps before the one that is audited, in which the readout learns from releases of nothing; after
+so many it is content for a while, and reads all rows out alike."""
 
 
 class _Layers(nn.Module):
@@ -38,6 +43,7 @@ class _Layers(nn.Module):
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
+        self.shape = rows, width
         first = (width + 1) // 2
         self.parts = nn.ModuleList(
             nn.Embedding.from_pretrained(torch.zeros(rows, part), freeze=False)
@@ -45,8 +51,21 @@ class _Layers(nn.Module):
             if part
         )
 
+    @property
+    def _weights(self) -> list[Tensor]:
+        return [part.weight for part in self.parts]  # pyright: ignore[reportReturnType]
+
     def forward(self, rows: Tensor) -> Tensor:
         return torch.cat([part(rows) for part in self.parts], dim=-1)
+
+    def sums(self, rows: np.ndarray) -> dict[Tensor, Tensor]:
+        """By parameter: sums on the coordinates of each row."""
+        parts = torch.from_numpy(rows).split([w.shape[1] for w in self._weights], dim=1)
+        return dict(zip(self._weights, parts, strict=True))
+
+    def rows(self, values: Mapping[Tensor, Any]) -> Tensor:
+        """The opposite of :meth:`sums`."""
+        return torch.cat([values[weight] for weight in self._weights], dim=1)
 
 
 @dataclass(frozen=True)
@@ -57,12 +76,14 @@ class EngineSetting:
         noise_multiplier: b / C as claimed.
         max_grad_norm: the clip C as claimed.
         sampling_prob: as claimed.
+        denoise: as the engine takes it; "auto" is its default release.
         fault: what is deliberately broken; nothing by default.
     """
 
     noise_multiplier: float
     max_grad_norm: float = 1.0
     sampling_prob: float = 1.0
+    denoise: str | float = "none"
     fault: Fault = FAULTS["none"]
 
     @property
@@ -72,191 +93,152 @@ class EngineSetting:
 
     def claim(self, dimension: int, delta: float) -> float:
         """What the accountant says of a record whose gradient has ``dimension`` coordinates."""
-        step = Laplace(self.noise_multiplier, dimension)
+        if self._apart(dimension):
+            step: Mechanism = Laplace(self.noise_multiplier, dimension)
+        else:  # it has all coordinates there are
+            honest = replace(self, fault=Fault())
+            step = Probe(honest, _records(None, 1, dimension), 1).reference.mechanism
         return Accountant().compose(step, sampling_prob=self.sampling_prob).get_epsilon(delta)
 
     def rows(self, batch: np.ndarray | None, count: int, dimension: int) -> np.ndarray:
         """Independent releases, ``count`` rows, of no record or of one with gradient ``batch``.
 
-        In truth one step on ``count`` records, each with a row of its own, or all with row 0,
-        which is left out.
+        In truth steps on many records, each with a row of its own, or without a gradient. Denoised
+        releases are made a few at a time, or one by one if the readout would mix them, and all by
+        engines that have learnt the same from earlier releases: one step is audited, not what came
+        before.
         """
-        ids = torch.zeros(count, dtype=torch.int64)
-        if batch is not None:
-            ids = torch.arange(1, count + 1)
-        wanted = np.zeros(dimension) if batch is None else batch
-        grads = torch.from_numpy(wanted * _OVERSIZE).float().expand(count, -1)
-        module = _Layers(count + 1, dimension)
-        step = self._private(module, TensorDataset(ids, grads), nominal=None)
-        return step()[1:].numpy().astype(np.float64)
+        together = count
+        if self.denoise != "none":
+            together = _TOGETHER if self._apart(dimension) else 1
+        # One record alone could not be sampled with a small probability.
+        blank = max(0, math.ceil(1 / self.sampling_prob) - together)
+        probe = Probe(self, _records(batch, together, dimension, blank), together)
+        learnt = _learnt(self, min(together, _TOGETHER), dimension)
+        parts = [probe.after(learnt) for _ in range(0, count, together)]
+        return np.concatenate(parts)[:count]
 
-    def step(self) -> Callable[[Tensor], Tensor]:
+    def _apart(self, dimension: int) -> bool:
+        """Whether rows of so many coordinates are released apart from each other."""
+        return self.denoise == "none" or _are_apart(replace(self, fault=Fault()), dimension)
+
+    def step(self) -> Callable[[Tensor], np.ndarray]:
         """The engine as a callable: from the records' gradients, (records, n), to one release.
 
-        Each batch, known by its identity, has an engine of its own that goes on from step to step.
+        Each batch, known by its identity, has an engine of its own. All have learnt the same from
+        earlier releases.
         """
-        engines: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
+        engines: dict[int, tuple[Tensor, Probe]] = {}
 
-        def release(batch: Tensor) -> Tensor:
+        def release(batch: Tensor) -> np.ndarray:
             if id(batch) not in engines:
-                data = TensorDataset(torch.zeros(len(batch), dtype=torch.int64), batch * _OVERSIZE)
-                module = _Layers(1, batch.shape[1])
-                engines[id(batch)] = batch, self._private(module, data, nominal=1)
-            return engines[id(batch)][1]()[0]
-
-        return release
-
-    def _private(
-        self, module: _Layers, data: TensorDataset, *, nominal: int | None
-    ) -> Callable[[], Tensor]:
-        """One noisy sum; a faulty one is ``nominal`` (or the expected size) times a mean."""
-        fault, records = self.fault, len(data)
-        # Rounded down: a record is sampled no more often than is claimed.
-        expected = max(1, math.floor(self.sampling_prob * records))
-        batch_size = records if fault.ignores_sampling else expected
-        _, optimizer, loader = PrivacyEngine(sampler=fault.sampler()).make_private(
-            module=module,
-            optimizer=torch.optim.SGD(module.parameters(), lr=0.0),
-            data_loader=DataLoader(data, batch_size=batch_size),
-            noise_multiplier=self.noise_multiplier / fault.clip_factor,
-            max_grad_norm=self.max_grad_norm * fault.clip_factor,
-            denoise="none",
-        )
-
-        def release() -> Tensor:
-            ids, wanted = next(iter(loader))
-            optimizer.zero_grad()
-            (module(ids) * wanted).sum(dim=1).mean().backward()
-            optimizer.step()
-            grads: list[Any] = [part.weight.grad for part in module.parts]
-            noisy = torch.cat(grads, dim=1) * batch_size
-            if fault.realised_divisor and isinstance(loader, PoissonLoader):
-                noisy = noisy * ((nominal or expected) / max(1, loader.piece_size))
-            return noisy
+                data = TensorDataset(torch.zeros(len(batch), dtype=torch.int64), batch * OVERSIZE)
+                engines[id(batch)] = batch, Probe(self, data, 1, nominal=1)
+            return engines[id(batch)][1].after(_learnt(self, 1, batch.shape[1]))[0]
 
         return release
 
 
-def audit_engine(
-    *,
-    noise_multiplier: float = 1.0,
-    trials: int = 200_000,
-    steps: int = 4000,
-    delta: float = 1e-5,
-    confidence: float = 0.999,
-    fault: Fault | None = None,
-    rng: np.random.Generator,
-    progress: Callable[[int], None] | None = None,
-) -> Result:
-    """Audit one private step of lap2's engine in four settings.
-
-    Few coordinates, where epsilon is closest to what an audit can reach; many coordinates; a
-    sampled step; and a batch with another record in it, where the divisor must not tell. Canaries
-    are spread, sparse and random.
-
-    Formal guarantee:
-        For a correct engine the verdict is "violated" with probability at most ``1 - confidence``,
-        which is shared by the four settings. The claims are the accountant's, for a record whose
-        gradient is confined to the setting's coordinates.
+class Probe:
+    """An engine, and its release of a step as a sum for each row.
 
     Args:
-        noise_multiplier: b / C.
-        trials: releases in each of the first three settings.
-        steps: releases in the fourth, each a step of its own (about a millisecond).
-        delta: of the claims.
-        confidence: of the verdict.
-        fault: what to break, for a negative control.
-        rng: chooses the canaries.
-        progress: called with the number of releases made since the last call.
+        setting: what is claimed, and what is wrong.
+        data: numbers of rows, and the gradients wanted on them.
+        rows: how many there are.
+        nominal: a release with a realised divisor is this times a mean, instead of the expected
+            number of records.
     """
-    noise = _validate.positive("noise_multiplier", noise_multiplier)
-    error = 1 - _validate.open_probability("confidence", confidence)
-    _validate.open_probability("delta", delta)
-    fault = fault or Fault()
-    settings = {
-        "2 coordinates": (2, EngineSetting(noise, fault=fault)),
-        "64 coordinates": (64, EngineSetting(noise, fault=fault)),
-        "sampled with probability 1/4": (2, EngineSetting(noise, sampling_prob=0.25, fault=fault)),
-    }
-    results: dict[str, Result] = {}
-    for name, (dimension, setting) in settings.items():
-        pairs = [
-            Pair(canary, None, direction, direction)
-            for canary, direction in canary_directions(dimension, 1.0, rng).items()
-        ]
 
-        def draw(
-            batch: Any, count: int, setting: EngineSetting = setting, dimension: int = dimension
-        ) -> np.ndarray:
-            return setting.rows(batch, count, dimension)
-
-        results[name] = audit_releases(
-            draw,
-            pairs,
-            claimed_epsilon=setting.claim(dimension, delta),
-            delta=delta,
-            trials=trials,
-            confidence=1 - error / 4,
-            scale=setting.scale,
-            gdp_shape=dimension > 2,
-            progress=progress,
+    def __init__(
+        self, setting: EngineSetting, data: TensorDataset, rows: int, *, nominal: int | None = None
+    ) -> None:
+        fault, records = setting.fault, len(data)
+        # Rounded down: a record is sampled no more often than is claimed.
+        expected = max(1, math.floor(setting.sampling_prob * records))
+        self._batch_size = records if fault.ignores_sampling else expected
+        self._nominal = (nominal or expected) if fault.realised_divisor else None
+        self.module = _Layers(rows, data.tensors[1].shape[1])
+        engine = PrivacyEngine(sampler=fault.sampler())
+        _, self._optimizer, self._loader = engine.make_private(
+            module=self.module,
+            optimizer=torch.optim.SGD(self.module.parameters(), lr=0.0),
+            data_loader=DataLoader(data, batch_size=self._batch_size),
+            noise_multiplier=setting.noise_multiplier / fault.clip_factor,
+            max_grad_norm=setting.max_grad_norm * fault.clip_factor,
+            denoise=setting.denoise,
+            rehearse=False,  # what each fetched batch releases is looked at
         )
-    # Twice the noise: few trials refute a small claim sooner.
-    alone = EngineSetting(2 * noise, fault=fault)
-    results["another record in the batch"] = _audit_batch(
-        alone, steps=steps, delta=delta, confidence=1 - error / 4, rng=rng, progress=progress
-    )
-    return _together(results, trials, steps, delta, confidence)
+        self.reference = Reference(engine, scale=setting.scale)
+
+    def release(self) -> np.ndarray:
+        """One step."""
+        ids, wanted = next(iter(self._loader))
+        factor = 1.0
+        if self._nominal is not None:
+            factor = self._nominal / max(1, size_of_sample(self._loader))
+        self._optimizer.zero_grad()
+        (self.module(ids) * wanted).sum(dim=1).mean().backward()
+        self._optimizer.step()
+        noisy = self.module.rows({p: p.grad for p in self.module.parameters()})
+        return noisy.numpy().astype(np.float64) * (self._batch_size * factor)
+
+    def after(self, learnt: object) -> np.ndarray:
+        """One step of an engine that has learnt this from earlier ones."""
+        self.reference.forget(learnt)
+        return self.release()
+
+    def correct(self, rng: np.random.Generator) -> Correct:
+        """What a correct step would do next."""
+        made = self.reference.now(rng)
+
+        def release(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            rows = self.module.rows(made(self.module.sums(sums)))
+            return rows.numpy().astype(np.float64), np.zeros(0)
+
+        return Correct(release)
+
+    def length_check(self, rng: np.random.Generator) -> Check:
+        """Whether noise is added to sums that are as long as what was clipped."""
+        one = np.zeros(self.module.shape)
+        one[rng.integers(len(one))] = 1.0
+        sums = {"a record": one, "a random direction": rng.standard_normal(self.module.shape)}
+        return self.reference.length_check({k: self.module.sums(v) for k, v in sums.items()})
+
+    def keeps_apart(self, learnt: object) -> bool:
+        """Whether rows are released as so many coordinates each, independently of each other."""
+        self.reference.forget(learnt)
+        one, others = np.zeros(self.module.shape), np.ones(self.module.shape)
+        one[0], others[0] = 1.0, 0.0
+        first, second = (self.reference.footprint(self.module.sums(part)) for part in (one, others))
+        if first & second or len(first) != self.module.shape[1]:
+            return False
+        # The same noise, and another sum in the first row.
+        alone, together = (
+            self.module.rows(self.reference.now(np.random.default_rng(0))(self.module.sums(part)))
+            for part in (others, one + others)
+        )
+        return alone[1:].equal(together[1:])
 
 
-def _audit_batch(
-    setting: EngineSetting,
-    *,
-    steps: int,
-    delta: float,
-    confidence: float,
-    rng: np.random.Generator,
-    progress: Callable[[int], None] | None,
-) -> Result:
-    """One other record, and the canary: the release must move by the canary alone."""
-    directions = canary_directions(64, 1.0, rng)
-    other = torch.from_numpy(directions["random"]).float()[None]
-    both = torch.cat([other, torch.from_numpy(directions["spread"]).float()[None]])
-    return audit_mechanism(
-        setting.step(),
-        [Pair("spread", other, both, directions["spread"])],
-        claimed_epsilon=setting.claim(64, delta),
-        delta=delta,
-        trials=steps,
-        confidence=confidence,
-        scale=setting.scale,
-        progress=progress,
-    )
+def _records(batch: np.ndarray | None, count: int, dimension: int, blank: int = 0) -> TensorDataset:
+    """So many records with this gradient or none, each with a row of its own; and blank ones."""
+    wanted = np.zeros((count + blank, dimension))
+    wanted[:count] = 0.0 if batch is None else batch * OVERSIZE
+    rows = torch.arange(count + blank) * (torch.arange(count + blank) < count)
+    return TensorDataset(rows, torch.from_numpy(wanted).float())
 
 
-def _together(
-    results: dict[str, Result], trials: int, steps: int, delta: float, confidence: float
-) -> Result:
-    """One verdict: that of the setting that exceeds its claim by the largest factor."""
-    worst = max(
-        results, key=lambda name: results[name].epsilon_lower / results[name].claimed_epsilon
-    )
-    facts: dict[str, float] = {}
-    for name, result in results.items():
-        facts[f"{name}: claimed"] = result.claimed_epsilon
-        facts[f"{name}: at least"] = result.epsilon_lower
-    return judged(
-        level="mechanism",
-        what=(
-            f"the engine's own step, {trials} releases in each of three settings and {steps} in a "
-            f"fourth; shown is the worst, {worst}: {results[worst].what}"
-        ),
-        delta=delta,
-        confidence=confidence,
-        claimed_epsilon=results[worst].claimed_epsilon,
-        bounds=tuple(
-            Bound(f"{bound.method}, {worst}", bound.epsilon_lower, bound.assumption)
-            for bound in results[worst].bounds
-        ),
-        facts=facts,
-    )
+@lru_cache(maxsize=16)
+def _learnt(setting: EngineSetting, rows: int, dimension: int) -> object:
+    """What an engine has learnt from releases of nothing."""
+    probe = Probe(setting, _records(None, rows, dimension), rows)
+    for _ in range(_LEARNING):
+        probe.release()
+    return probe.reference.learnt()
+
+
+@lru_cache(maxsize=16)
+def _are_apart(setting: EngineSetting, dimension: int) -> bool:
+    probe = Probe(setting, _records(None, _TOGETHER, dimension), _TOGETHER)
+    return probe.keeps_apart(_learnt(setting, _TOGETHER, dimension))

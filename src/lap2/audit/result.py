@@ -1,10 +1,11 @@
 """What every audit returns: a lower bound on epsilon, p-values, and a verdict on a claim."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-__all__ = ["Bound", "Check", "Result", "judged"]
+__all__ = ["Bound", "Check", "Result", "combined", "judged"]
 
 Verdict = Literal["consistent", "violated"]
 
@@ -137,3 +138,44 @@ def judged(
         checks=checks,
         facts={k: v for k, v in (facts or {}).items() if not math.isnan(v)},
     )
+
+
+def combined(results: Mapping[str, Result], *, what: str, confidence: float) -> Result:
+    """One verdict from several audits of one level, "violated" if any of them is.
+
+    Epsilon, claim and bounds are those of the audit whose bound is the largest multiple of its
+    claim; the facts have those of all.
+
+    Args:
+        results: by name. Their errors must add up to at most ``1 - confidence``.
+        what: see :class:`Result`.
+        confidence: of the whole.
+    """
+    worst = max(results, key=lambda name: _excess(results[name]))
+    facts: dict[str, float] = {}
+    for name, result in results.items():
+        if result.bounds:
+            facts[f"{name}: claimed"] = result.claimed_epsilon
+            facts[f"{name}: at least"] = result.epsilon_lower
+        facts |= {f"{name}: {fact}": value for fact, value in result.facts.items()}
+    shown = results[worst]
+    return replace(
+        shown,
+        what=f"{what}; shown is the worst, {worst}: {shown.what}",
+        confidence=confidence,
+        verdict="violated" if any(result.violated for result in results.values()) else "consistent",
+        evidence=tuple(f"{name}: {e}" for name, r in results.items() for e in r.evidence),
+        bounds=tuple(replace(b, method=f"{b.method}, {worst}") for b in shown.bounds),
+        checks=tuple(
+            replace(check, name=f"{name}: {check.name}")
+            for name, result in results.items()
+            for check in result.checks
+        ),
+        facts=facts,
+    )
+
+
+def _excess(result: Result) -> float:
+    if not result.bounds:
+        return -1.0
+    return result.epsilon_lower / max(result.claimed_epsilon, 1e-300)

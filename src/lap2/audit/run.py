@@ -1,15 +1,15 @@
 """The run audit: many canaries in one training run.
 
 Each canary is in the data by a fair coin, has coordinates of its own, and asks for a gradient
-along them. What the run released on those coordinates is compared with what a correct run releases,
-which is known exactly, and a guess is made of each canary's coin (Steinke, Nasr and Jagielski
-2023). The comparison sees a wrong scale, clip or sampling rate long before the guesses refute
-epsilon.
+along them. What each step released on those coordinates is compared with simulated correct releases
+of the same step, and a guess is made of each canary's coin (Steinke, Nasr and Jagielski 2023). The
+comparison sees a wrong scale, clip or sampling rate long before the guesses refute epsilon.
 """
 
 # pyright: basic
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,13 +17,17 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from lap2 import _validate
+from lap2.audit.comparison import Comparison, simulations_for
 from lap2.audit.result import Bound, Check, Result, judged
 from lap2.audit.statistics import one_run_bound
 
-__all__ = ["CanaryScores", "RunPlan", "auc", "audit_run", "expected_scores"]
+__all__ = ["CanaryScores", "Correct", "RunPlan", "auc", "audit_run"]
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+
+_BLOCKS = 8
+"""Parts of the canaries' coordinates whose noise is looked at by itself."""
 
 
 @dataclass(frozen=True)
@@ -56,73 +60,209 @@ class RunPlan:
         """What a canary in the sample adds to each of its coordinates."""
         return self.max_grad_norm / math.sqrt(self.width)
 
-    def score(self, released: Floats) -> Floats:
-        """The log-likelihood ratio of one step for each canary.
+    def sums(self, included: Bools, rng: np.random.Generator) -> Floats:
+        """The sums of a fresh sample of the canaries that are in the data, (canaries, width)."""
+        sampled = included & (rng.random(included.size) < self.sampling_prob)
+        return np.outer(sampled * self.shift, np.ones(self.width))
 
-        ``released`` is (canaries, width). The ratio is that of a step which samples the canary
-        with the claimed probability to a step without it: the best score there is for a correct
-        run.
+    def scores(self, released: Floats, variance: float) -> dict[str, Floats]:
+        """Scores of each canary in one step, larger where it seems to be in the sample.
+
+        Both are log-likelihood ratios of a step that samples the canary with the claimed
+        probability to a step without it: of Laplace noise, the best there is for a release that is
+        left as it is, and of normal noise with the given variance, good for many denoised ones.
+
+        Args:
+            released: (canaries, width).
+            variance: of a coordinate.
         """
-        v = self.shift
-        loss = (np.abs(released) - np.abs(released - v)).sum(axis=1) / self.scale
-        q = self.sampling_prob
+        v, q = self.shift, self.sampling_prob
+        laplace = (np.abs(released) - np.abs(released - v)).sum(axis=1) / self.scale
+        normal = v * (released.sum(axis=1) - self.width * v / 2) / variance
         with np.errstate(divide="ignore"):
-            return np.logaddexp(np.log1p(-q), np.log(q) + loss)
+            out, within = np.log1p(-q), np.log(q)
+        return {
+            "laplace": np.logaddexp(out, within + laplace),
+            "normal": np.logaddexp(out, within + normal),
+        }
 
 
-@dataclass
-class CanaryScores:
-    """What a run released on the coordinates of its canaries, added up over the steps.
+@dataclass(frozen=True)
+class Correct:
+    """What a correct step would do next, given everything that is public so far.
 
     Attributes:
-        plan: what the run claims.
-        included: the coins: which canaries are in the data.
-        scores: sum over steps of :meth:`RunPlan.score`.
-        absolute: sum over steps of the absolute value of each coordinate, (canaries, width).
-        linear: sum over steps of a canary's released coordinates, along its direction.
-        step_noise: for each step, the absolute sum over canaries that are not in the data.
+        release: from exact sums on the canaries' coordinates, (canaries, width), to one release of
+            them, and of the model's own coordinates, if there are any. Each call is a new release,
+            with its own sample of real records and its own noise.
+        expected: the mean sum on the model's own coordinates.
     """
 
-    plan: RunPlan
-    included: Bools
-    scores: Floats
-    absolute: Floats
-    linear: Floats
-    step_noise: list[float] = field(default_factory=list)
-
-    @property
-    def steps(self) -> int:
-        """How many steps were added."""
-        return len(self.step_noise)
+    release: Callable[[Floats], tuple[Floats, Floats]]
+    expected: Floats = field(default_factory=lambda: np.zeros(0))
 
     @classmethod
-    def empty(cls, plan: RunPlan, included: Bools) -> "CanaryScores":
-        """Before the first step."""
-        count = included.size
-        zeros = np.zeros(count)
-        return cls(plan, included, zeros.copy(), np.zeros((count, plan.width)), zeros)
+    def plain(cls, plan: RunPlan, rng: np.random.Generator) -> "Correct":
+        """Laplace noise, released as it is, of canaries alone."""
+        return cls(
+            lambda sums: (sums + rng.laplace(scale=plan.scale, size=sums.shape), np.zeros(0))
+        )
 
-    def add(self, released: Floats) -> None:
-        """Add one step's release, a sum and not a mean: (canaries, width)."""
-        expected = (self.included.size, self.plan.width)
+
+class _Totals:
+    """Scores of one sequence of releases, added up over its steps."""
+
+    def __init__(self, plan: RunPlan, included: Bools) -> None:
+        self.included = included
+        self._plan = plan
+        self.by_name: dict[str, Floats] = {}
+
+    def add(self, released: Floats, variance: float) -> None:
+        for name, scores in self._plan.scores(released, variance).items():
+            self.by_name[name] = self.by_name.get(name, 0.0) + scores
+
+    def correct(self, name: str, guesses: int) -> int:
+        """Guess "in" for the highest scores, "out" for the lowest."""
+        order, half = np.argsort(self.by_name[name], kind="stable"), guesses // 2
+        lowest, highest = order[:half], order[order.size - half :]
+        return int(self.included[highest].sum() + (~self.included[lowest]).sum())
+
+    def auc(self, name: str) -> float:
+        scores = self.by_name[name]
+        return auc(scores[self.included], scores[~self.included])
+
+
+class CanaryScores:
+    """What a run released on the coordinates of its canaries, and what correct runs release.
+
+    Args:
+        plan: what the run claims.
+        included: the coins: which canaries are in the data.
+        rng: of the simulation of correct releases.
+
+    Attributes:
+        total: sum over steps of what was released, (canaries, width).
+        steps: how many were added.
+        checks: what else is known of the run; :func:`audit_run` counts them among its own.
+    """
+
+    def __init__(self, plan: RunPlan, included: Bools, *, rng: np.random.Generator) -> None:
+        """Before the first step."""
+        if not 0 < included.sum() < included.size:
+            raise ValueError(
+                "included must have canaries in and out of the data, "
+                f"got {int(included.sum())} of {included.size}"
+            )
+        self.plan, self.included, self.steps = plan, included, 0
+        self.total = np.zeros((included.size, plan.width))
+        self.checks: list[Check] = []
+        self._rng, self._comparison = rng, Comparison(rng)
+        self._observed = _Totals(plan, included)
+        self._correct = [_Totals(plan, included) for _ in range(simulations_for(plan.steps))]
+        # With coins of its own, so that nothing chosen by it knows the coins of the run.
+        self._practice = _Totals(plan, rng.random(included.size) < 0.5)
+
+    @property
+    def linear(self) -> Floats:
+        """Sum over steps of a canary's released coordinates, along its direction."""
+        return _along(self.total)
+
+    def add(
+        self, released: Floats, model: Floats | None = None, *, correct: Correct | None = None
+    ) -> None:
+        """Add one step's release, sums and not means.
+
+        Args:
+            released: on the canaries' coordinates, (canaries, width).
+            model: on the model's own coordinates, if ``correct`` says what to expect there.
+            correct: made before the step was taken; by default, Laplace noise that is left as it
+                is.
+        """
+        expected = self.total.shape
         if released.shape != expected:
             raise ValueError(f"released must have the shape {expected!r}, got {released.shape!r}")
-        self.scores += self.plan.score(released)
-        size = np.abs(released)
-        self.absolute += size
-        self.linear += released.sum(axis=1) / math.sqrt(self.plan.width)
-        self.step_noise.append(float(size[~self.included].sum()))
+        correct = correct or Correct.plain(self.plan, self._rng)
+        model = np.zeros(0) if model is None else model
+        sums = self.plan.sums(self._practice.included, self._rng)
+        practised, _ = correct.release(sums)
+        variance = float(((practised - sums) ** 2).mean())
+        self._practice.add(practised, variance)
+        self._observed.add(released, variance)
+        simulated: list[dict[str, float]] = []
+        for totals in self._correct:
+            canaries, beside = correct.release(self.plan.sums(self.included, self._rng))
+            totals.add(canaries, variance)
+            simulated.append(self._numbers(canaries, beside, correct.expected))
+        self._comparison.add(self._numbers(released, model, correct.expected), simulated)
+        self.total += released
+        self.steps += 1
 
+    def _numbers(self, released: Floats, model: Floats, expected: Floats) -> dict[str, float]:
+        """What a step's release is compared by."""
+        coins, size, along = self.included, np.abs(released), _along(released)
+        numbers = {
+            "noise scale": size[~coins].mean(),
+            "noise of earlier steps": (released[~coins] * self.total[~coins]).sum(),
+            "signal of canaries in the data": along[coins].mean(),
+            "spread of canaries in the data": (along[coins] ** 2).mean(),
+            "samples of earlier steps": (along[coins] * self.linear[coins]).sum(),
+        }
+        numbers |= {
+            _columns("noise scale of", columns): size[~coins][:, columns].mean()
+            for columns in np.array_split(np.arange(self.plan.width), _BLOCKS)
+            if columns.size
+        }
+        if expected.size:
+            numbers |= {
+                "real records, along their mean": float(model @ expected),
+                "real records, size": float(model @ model),
+            }
+        return {name: float(value) for name, value in numbers.items()}
 
-def expected_scores(plan: RunPlan, included: Bools, rng: np.random.Generator) -> CanaryScores:
-    """The scores of a correct run, by simulating one with ordinary noise."""
-    outcome = CanaryScores.empty(plan, included)
-    for _ in range(plan.steps):
-        released = rng.laplace(scale=plan.scale, size=(included.size, plan.width))
-        sampled = included & (rng.random(included.size) < plan.sampling_prob)
-        released[sampled] += plan.shift
-        outcome.add(released)
-    return outcome
+    def compared(self) -> tuple[Check, ...]:
+        """The run against correct ones."""
+        names = [*self._comparison.names]
+        signal = "signal of canaries in the data"
+        # Clipping may stay below the clip, so that only a signal that is too large counts.
+        levels = [self._comparison.level(name, only_above=name == signal) for name in names]
+        steady = [self._comparison.steadiness(name) for name in ("noise scale", signal)]
+        return (*self.checks, *levels, *steady)
+
+    def guess(self, delta: float, error: float) -> tuple[Bound, dict[str, float]]:
+        """Guess coins; which score and how many guesses, practice says."""
+        m = self.included.size
+        promised, name, guesses = -1.0, "laplace", 2
+        for candidate in self._practice.by_name:
+            for share in (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0):
+                r = min(max(2, 2 * round(share * m / 2)), m // 2 * 2)
+                found = one_run_bound(
+                    canaries=m,
+                    guesses=r,
+                    correct=self._practice.correct(candidate, r),
+                    delta=delta,
+                    error=error,
+                )
+                if found > promised:
+                    promised, name, guesses = found, candidate, r
+        correct = self._observed.correct(name, guesses)
+        bound = one_run_bound(
+            canaries=m, guesses=guesses, correct=correct, delta=delta, error=error
+        )
+        facts = {"guesses": guesses, "correct": correct, "bound_of_a_correct_run": promised}
+        facts |= self._auc_facts(name)
+        return Bound("one run (Steinke, Nasr and Jagielski 2023)", bound), facts
+
+    def _auc_facts(self, name: str) -> dict[str, float]:
+        found = self._observed.auc(name)
+        expected = float(np.mean([totals.auc(name) for totals in self._correct]))
+        inside = int(self.included.sum())
+        outside = self.included.size - inside
+        # Standard error of an AUC by Hanley and McNeil (1982); for the reader, not for the verdict.
+        spread_in = expected / (2 - expected) - expected**2
+        spread_out = 2 * expected**2 / (1 + expected) - expected**2
+        variance = expected * (1 - expected) + (inside - 1) * spread_in + (outside - 1) * spread_out
+        sigma = math.sqrt(max(variance, 1e-12) / (inside * outside) * (1 + 1 / len(self._correct)))
+        return {"auc": found, "expected_auc": expected, "auc_sigmas": (found - expected) / sigma}
 
 
 def auc(with_record: Floats, without: Floats) -> float:
@@ -138,40 +278,29 @@ def audit_run(
     claimed_epsilon: float,
     delta: float,
     confidence: float = 0.999,
-    reference: int = 20_000,
-    rng: np.random.Generator,
 ) -> Result:
     """Judge one training run by its canaries.
 
     Formal guarantee:
         If the run does what its plan says, the verdict is "violated" with probability at most ``1 -
-        confidence``: half of the error is for the guesses, half for the comparison with a correct
-        run. The bound on epsilon needs no assumption but the fair and secret coins; the number of
-        guesses is fixed on a simulated run, never on the audited one.
+        confidence``: half of the error is for the guesses, half for the comparison with correct
+        releases, which is exact (:class:`lap2.audit.comparison.Comparison`). The bound on epsilon
+        needs no assumption but the fair and secret coins; the score and the number of guesses are
+        fixed on simulated releases with coins of their own, never on the audited run.
 
     Args:
         observed: what the run released.
         claimed_epsilon: of the whole run, to be refuted.
         delta: at which it was claimed.
         confidence: of the verdict.
-        reference: simulated canaries to compare with.
-        rng: for the simulation of a correct run.
     """
     claimed = _validate.non_negative("claimed_epsilon", claimed_epsilon)
     delta = _validate.probability("delta", delta)
     error = 1 - _validate.open_probability("confidence", confidence)
-    size = _validate.integer("reference", reference, least=1000)
     plan, coins = observed.plan, observed.included
     if observed.steps != plan.steps:
         raise ValueError(f"the plan has {plan.steps} steps, the run made {observed.steps}")
-    if not 0 < coins.sum() < coins.size:
-        raise ValueError(
-            "included must have canaries in and out of the data, "
-            f"got {int(coins.sum())} of {coins.size}"
-        )
-    simulated = expected_scores(plan, np.arange(size) % 2 == 0, rng)
-    bound, facts = _guess(observed, simulated, delta, error / 2)
-    facts |= _auc_facts(observed, simulated)
+    bound, facts = observed.guess(delta, error / 2)
     return judged(
         level="run",
         what=f"{coins.size} canaries, {int(coins.sum())} of them in the data, {plan.steps} steps",
@@ -179,118 +308,17 @@ def audit_run(
         confidence=confidence,
         claimed_epsilon=claimed,
         bounds=(bound,),
-        checks=_checks(observed, simulated),
+        checks=observed.compared(),
         check_error=error / 2,
         facts=facts,
     )
 
 
-def _guess(
-    observed: CanaryScores, simulated: CanaryScores, delta: float, error: float
-) -> tuple[Bound, dict[str, float]]:
-    """Guess "in" for the highest scores, "out" for the lowest; how many, a simulation says."""
-    m = observed.included.size
-    best, guesses = -1.0, 2
-    stretch = m / simulated.included.size
-    for share in (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0):
-        r = max(2, 2 * round(share * m / 2))
-        hits = _correct(simulated, max(2, 2 * round(r / stretch / 2))) * stretch
-        promised = one_run_bound(
-            canaries=m, guesses=r, correct=min(r, int(hits)), delta=delta, error=error
-        )
-        if promised > best:
-            best, guesses = promised, min(r, m // 2 * 2)
-    correct = _correct(observed, guesses)
-    bound = one_run_bound(canaries=m, guesses=guesses, correct=correct, delta=delta, error=error)
-    facts = {"guesses": guesses, "correct": correct, "bound_of_a_correct_run": max(best, 0.0)}
-    return Bound("one run (Steinke, Nasr and Jagielski 2023)", bound), facts
+def _along(released: Floats) -> Floats:
+    return released.sum(axis=1) / math.sqrt(released.shape[1])
 
 
-def _correct(outcome: CanaryScores, guesses: int) -> int:
-    order = np.argsort(outcome.scores, kind="stable")
-    half = guesses // 2
-    coins = outcome.included
-    return int(coins[order[coins.size - half :]].sum() + (~coins[order[:half]]).sum())
-
-
-def _auc_facts(observed: CanaryScores, simulated: CanaryScores) -> dict[str, float]:
-    found, expected = (
-        auc(o.scores[o.included], o.scores[~o.included]) for o in (observed, simulated)
-    )
-    inside = int(observed.included.sum())
-    outside = observed.included.size - inside
-    # Standard error of an AUC by Hanley and McNeil (1982); for the reader, not for the verdict.
-    spread_in = expected / (2 - expected) - expected**2
-    spread_out = 2 * expected**2 / (1 + expected) - expected**2
-    variance = expected * (1 - expected) + (inside - 1) * spread_in + (outside - 1) * spread_out
-    sigma = math.sqrt(max(variance, 1e-12) / (inside * outside))
-    return {
-        "auc": found,
-        "expected_auc": expected,
-        "auc_sigmas": (found - expected) / sigma,
-    }
-
-
-def _checks(observed: CanaryScores, simulated: CanaryScores) -> tuple[Check, ...]:
-    """The run against a correct one: noise layer by layer, signal, and whole distributions."""
-    plan, coins = observed.plan, observed.included
-    checks = [_noise_check(observed), _steadiness(observed)]
-    checks += [_noise_check(observed, column) for column in range(plan.width)]
-    # The mean of canaries in the data: clip times how often they are sampled.
-    count, steps, q = int(coins.sum()), plan.steps, plan.sampling_prob
-    mean = float(observed.linear[coins].mean())
-    expected = steps * q * plan.max_grad_norm
-    variance = steps * (2 * plan.scale**2 + q * (1 - q) * plan.max_grad_norm**2)
-    z = (mean - expected) / math.sqrt(variance / count)
-    checks.append(
-        Check(
-            "signal of canaries in the data",
-            # Clipping may stay below the clip, so that only a signal that is too large counts.
-            float(stats.norm.sf(z)),
-            f"{mean:.4g}",
-            f"at most {expected:.4g} within {math.sqrt(variance / count):.2g}",
-        )
-    )
-    for name, members in (("in", True), ("out", False)):
-        mine = observed.scores[coins == members]
-        theirs = simulated.scores[simulated.included == members]
-        distance, p_value = stats.ks_2samp(mine, theirs, method="asymp")
-        checks.append(
-            Check(
-                f"scores of canaries {name} the data",
-                float(p_value),  # type: ignore[arg-type]
-                f"mean {mine.mean():.4g}, deviation {mine.std():.4g}, distance {distance:.2g}",
-                f"mean {theirs.mean():.4g}, deviation {theirs.std():.4g}",
-            )
-        )
-    return tuple(checks)
-
-
-def _noise_check(observed: CanaryScores, column: int | None = None) -> Check:
-    """Canaries that are not in the data show pure noise, whose absolute sum has a known law."""
-    where = slice(None) if column is None else slice(column, column + 1)
-    pure = observed.absolute[~observed.included, where]
-    count = pure.size * observed.steps
-    total = float(pure.sum()) / observed.plan.scale
-    p_value = 2 * min(stats.gamma.cdf(total, count), stats.gamma.sf(total, count))
-    return Check(
-        "noise scale" if column is None else f"noise scale of coordinate {column}",
-        min(1.0, float(p_value)),
-        f"{total / count:.5f} b",
-        f"1 b within {1 / math.sqrt(count):.1e}",
-    )
-
-
-def _steadiness(observed: CanaryScores) -> Check:
-    """Whether the noise is as large in every step: a divisor that varies shows here."""
-    pure = int((~observed.included).sum()) * observed.plan.width
-    totals = np.array(observed.step_noise) / observed.plan.scale
-    # Normal scores of a known law: the sum of their squares is a chi-square.
-    lower, upper = stats.gamma.cdf(totals, pure), stats.gamma.sf(totals, pure)
-    z = stats.norm.isf(np.maximum(np.minimum(lower, upper), 1e-300))
-    return Check(
-        "noise scale from step to step",
-        float(stats.chi2.sf(float((z * z).sum()), observed.steps)),
-        f"deviation {totals.std() / pure:.4f} b",
-        f"about {1 / math.sqrt(pure):.4f} b",
-    )
+def _columns(what: str, columns: NDArray[np.int64]) -> str:
+    first, last = int(columns[0]), int(columns[-1])
+    where = f"coordinate {first}" if first == last else f"coordinates {first} to {last}"
+    return f"{what} {where}"

@@ -6,6 +6,7 @@ Exit codes: 0 consistent with the claim, 1 the claim is violated, 2 bad input.
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from lap2 import _validate
 from lap2.cli.options import AsJson, input_checked, integer, number
 from lap2.cli.show import print_json, rounded_down, rounded_up
 
@@ -29,8 +31,12 @@ app = typer.Typer(
 )
 
 _SAMPLERS = ("secure", "reproducible", "torch", "numpy")
-_CONTROLS = ("none", "noise", "clip", "layer", "sampling", "divisor", "float32")
-
+_CONTROLS = ("none", "noise", "clip", "layer", "sampling", "divisor", "float32", "repeat")
+_RELEASES = {
+    "both": {"as it is": "none", "denoised": "auto"},
+    "none": {"as it is": "none"},
+    "auto": {"denoised": "auto"},
+}
 
 NoiseMultiplier = Annotated[float, number("b / C: Laplace scale over the clip.")]
 Delta = Annotated[float, number("Of the claim, strictly between 0 and 1.")]
@@ -40,6 +46,14 @@ Control = Annotated[
     str,
     typer.Option(
         "--control", help=f"Negative control: break this on purpose; {', '.join(_CONTROLS)}."
+    ),
+]
+Denoise = Annotated[
+    str,
+    typer.Option(
+        "--denoise",
+        help="The release to audit: auto (the engine's default), none (noisy sums as they are), "
+        "or both, one after the other.",
     ),
 ]
 Seed = Annotated[
@@ -91,29 +105,38 @@ def mechanism(
     noise_multiplier: NoiseMultiplier = 1.0,
     trials: Trials = 200_000,
     steps: Annotated[int, integer("Single steps in the setting with another record.")] = 4000,
+    denoise: Denoise = "both",
     delta: Delta = 1e-5,
     confidence: Confidence = 0.999,
     control: Control = "none",
     seed: Seed = None,
     as_json: AsJson = False,
 ) -> None:
-    """lap2's own step on neighbouring batches: real sampling, clipping and noise."""
+    """lap2's own step on neighbouring batches: real sampling, clipping, noise and readout."""
     from lap2.audit.controls import FAULTS  # noqa: PLC0415
-    from lap2.audit.probe import audit_engine  # noqa: PLC0415 - torch is not always installed
+    from lap2.audit.engine import audit_engine, releases_of_an_audit  # noqa: PLC0415 - needs torch
 
     fault = FAULTS[_one_of("--control", control, _CONTROLS)]
-    with _progress("releasing", 3 * trials + steps, as_json) as advance:
-        result = input_checked(
-            lambda: audit_engine(
+    releases = _RELEASES[_one_of("--denoise", denoise, tuple(_RELEASES))]
+    work = [
+        releases_of_an_audit(denoise=kind, trials=trials, steps=steps) for kind in releases.values()
+    ]
+    rng = _rng(seed)
+    with _progress("releasing", sum(work), as_json) as advance:
+        result = _audit_each(
+            releases,
+            confidence,
+            lambda kind, share: audit_engine(
                 noise_multiplier=noise_multiplier,
+                denoise=kind,
                 trials=trials,
                 steps=steps,
                 delta=delta,
-                confidence=confidence,
+                confidence=share,
                 fault=fault,
-                rng=_rng(seed),
+                rng=rng,
                 progress=advance,
-            )
+            ),
         )
     _conclude(result, as_json)
 
@@ -127,6 +150,7 @@ def run(
     records: Annotated[int, integer("Real records beside the canaries (synthetic).")] = 500,
     batch_size: Annotated[int, integer("Expected number of records in a step.")] = 100,
     steps: Annotated[int, integer("Steps of the run.")] = 100,
+    denoise: Denoise = "both",
     delta: Delta = 1e-5,
     confidence: Confidence = 0.999,
     control: Control = "none",
@@ -138,21 +162,26 @@ def run(
     from lap2.audit.demonstration import audit_demonstration_run  # noqa: PLC0415
 
     fault = FAULTS[_one_of("--control", control, _CONTROLS)]
-    with _progress("training", steps, as_json) as advance:
-        result = input_checked(
-            lambda: audit_demonstration_run(
+    releases = _RELEASES[_one_of("--denoise", denoise, tuple(_RELEASES))]
+    rng = _rng(seed)
+    with _progress("training", len(releases) * steps, as_json) as advance:
+        result = _audit_each(
+            releases,
+            confidence,
+            lambda kind, share: audit_demonstration_run(
                 noise_multiplier=noise_multiplier,
                 canaries=canaries,
                 width=width,
                 records=records,
                 batch_size=batch_size,
                 steps=steps,
+                denoise=kind,
                 delta=delta,
-                confidence=confidence,
+                confidence=share,
                 fault=fault,
-                rng=_rng(seed),
+                rng=rng,
                 progress=advance,
-            )
+            ),
         )
     _conclude(result, as_json)
 
@@ -192,6 +221,20 @@ def claim(
             )
         )
     _conclude(result, as_json)
+
+
+def _audit_each(
+    releases: dict[str, str], confidence: float, audit: Callable[[str, float], "Result"]
+) -> "Result":
+    """One verdict on several kinds of release, whose audits share the error probability."""
+    from lap2.audit.result import combined  # noqa: PLC0415
+
+    error = 1 - input_checked(lambda: _validate.open_probability("confidence", confidence))
+    share = 1 - error / len(releases)
+    results = {name: input_checked(partial(audit, kind, share)) for name, kind in releases.items()}
+    if len(results) == 1:
+        return next(iter(results.values()))
+    return combined(results, what=f"{len(results)} kinds of release", confidence=confidence)
 
 
 def _rng(seed: int | None) -> "np.random.Generator":

@@ -12,6 +12,7 @@ import math
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from lap2.train.arena import Arena
 from lap2.train.compiled import kernel
@@ -40,10 +41,12 @@ def conv2d_gradients(module: nn.Conv2d, a: Tensor, g: Tensor, arena: Arena) -> P
         shape = (len(g), *windows.shape[3:], g.shape[1])
         values = arena.empty(shape, a)
         squares = _form_compiled(windows, grads, values)
+        lengths = None
         if squares is None:
             values = arena.empty(shape, _wide(a))
-            _form(windows, grads, values, arena)
-        return Dense(module.weight, values, order=(2, 3, 1, 0), squares=squares)
+            lengths = _form(windows, grads, values, arena)
+        order = (2, 3, 1, 0)
+        return Dense(module.weight, values, order=order, squares=squares, lengths=lengths)
     inputs = arena.empty(tuple(windows.shape), a).copy_(windows).flatten(3).flatten(1, 2)
     return Outer(module.weight, inputs, grads.flatten(1, 2), arena=arena, order=(0, 2, 3, 1))
 
@@ -81,15 +84,25 @@ def _wide(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=like.dtype if like.device.type == "mps" else torch.float64)
 
 
-def _form(windows: Tensor, grads: Tensor, values: Tensor, arena: Arena) -> None:
-    """Write ``sum_{y,x} windows[b,y,x,...] grads[b,y,x,o]`` to ``values[b,...,o]``, in its type."""
+def _form(windows: Tensor, grads: Tensor, values: Tensor, arena: Arena) -> tuple[Tensor, Tensor]:
+    """Write ``sum_{y,x} windows[b,y,x,...] grads[b,y,x,o]`` to ``values[b,...,o]``, in its type.
+
+    Returns:
+        Each example's sums of the l1 norms and of the l2 norms of its terms.
+    """
     positions, width = math.prod(windows.shape[1:3]), math.prod(windows.shape[3:])
     count = max(1, _CACHED // (positions * width))
     held = arena.empty((min(count, len(windows)), *windows.shape[1:]), values)
+    lengths: list[tuple[Tensor, ...]] = []
     pieces = zip(*(t.split(count) for t in (windows, grads, values)), strict=True)
     for some, grad, value in pieces:
         inputs = held[: len(some)].copy_(some).view(len(some), positions, width)
-        torch.bmm(inputs.mT, grad.flatten(1, 2).to(value), out=value.flatten(1, 3))
+        outputs = grad.flatten(1, 2).to(value)
+        torch.bmm(inputs.mT, outputs, out=value.flatten(1, 3))
+        both = ((vector_norm(t, p, dim=2) for t in (inputs, outputs)) for p in (1, 2))
+        lengths.append(tuple((one * other).sum(dim=1) for one, other in both))
+    first, second = (torch.cat(of) for of in zip(*lengths, strict=True))
+    return first, second
 
 
 def _form_compiled(windows: Tensor, grads: Tensor, values: Tensor) -> Tensor | None:

@@ -446,6 +446,11 @@ def _caveats(step: PrivateStep) -> tuple[str, ...]:
         caveats.append(
             "rehearse=False: nobody has checked that no record's gradient depends on others"
         )
+    elif step.released and not step.rehearsal.has_compared_sizes:
+        caveats.append(
+            "batches of different sizes were not compared, because the loop or the collate "
+            "function draws random numbers that rehearsals cannot fix (of NumPy, say): use torch's"
+        )
     if step.unchecked:
         names = sorted(step.unchecked)
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -473,8 +478,8 @@ def _assumptions(step: PrivateStep) -> tuple[str, ...]:
         assumptions.append(
             f"the loss given to backward was a {kinds} of losses of single records"
             + (
-                ", and the rounding of its division by the batch size does not matter "
-                "(engine.backward needs no such assumption)"
+                ", and dividing it by the batch size, which rounds, moves no gradient much: it may "
+                "where terms nearly cancel (engine.backward needs no such assumption)"
                 if "mean" in step.losses
                 else ""
             )

@@ -119,6 +119,8 @@ class Dense:
         values: of shape (batch, *param.shape).
         order: of the parameter's dimensions in ``values``, if it is another.
         squares: squared norms of the examples' values, if they are known, in float64.
+        lengths: sums of the l1 and of the l2 norms of the terms the values were formed of, if these
+            may cancel, and what is left is made of rounding.
     """
 
     terms = 1
@@ -130,10 +132,11 @@ class Dense:
         *,
         order: Order = None,
         squares: Tensor | None = None,
+        lengths: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Keep the values in the order they have."""
         self.param, self._values = param, values.reshape(values.shape[0], param.numel())
-        self._order, self._squares = order, squares
+        self._order, self._squares, self._lengths = order, squares, lengths
 
     def size(self, power: int, dtype: torch.dtype) -> Size:
         """See :class:`PerExample`."""
@@ -141,7 +144,8 @@ class Dense:
             norms = self._squares.sqrt().to(dtype)
         else:
             norms = _norms(self._values, power, dtype)
-        return Size(norms, norms)
+        known = None if self._lengths is None else self._lengths[power - 1].to(norms)
+        return Size(norms, norms if known is None else torch.maximum(norms, known))
 
     def add_to(self, total: Tensor, weights: Tensor) -> None:
         """See :class:`PerExample`."""
@@ -150,6 +154,7 @@ class Dense:
     def zero(self, bad: Tensor) -> None:
         """See :class:`PerExample`."""
         self._values, self._squares = self._values.masked_fill(bad[:, None], 0.0), None
+        self._lengths = None
 
     def explicit(self) -> Tensor:
         """See :class:`PerExample`."""
@@ -190,26 +195,17 @@ class Outer:
 
     def size(self, power: int, dtype: torch.dtype) -> Size:
         """See :class:`PerExample`. Never forms a gradient when positions are few."""
-        if self._formed:
+        a, g = self._factors(self._a, self._g, dtype)
+        if self._formed or a.shape[1] == 1:
+            lengths = (_norms(a, power, dtype) * _norms(g, power, dtype)).sum(dim=1)
+            if not self._formed:
+                return Size(lengths, lengths)
+            # Where terms cancel, what is left of them is rounding: that must not be all there is.
             norms = _norms(self._form().flatten(1), power, dtype)
-            return Size(norms, norms)
-        if self._a.shape[1] == 1 or power == 1:
-            a, g = self._factors(self._a, self._g, dtype)
-            if power == 1 and a.shape[1] > 1:
-                return self._abs_size(a, g)
-            norms = (_norms(a, power, dtype) * _norms(g, power, dtype)).sum(dim=1)
-            return Size(norms, norms)
-        # In the type they have first: it is wide enough unless terms nearly cancel.
-        a, g = _alike(self._a, self._g)
-        if a.dtype == dtype:
-            a, g = self._factors(a, g, dtype)
-        norms, lengths, doubtful = (t.to(dtype) for t in _products_size(a, g))
-        if a.dtype != dtype and bool(doubtful.any()):
-            some = doubtful.nonzero()[:, 0]
-            for part in some.split(max(1, _WIDENED // max(1, a[0].numel() + g[0].numel()))):
-                size = _products_size(*self._factors(self._a[part], self._g[part], dtype))
-                norms[part], lengths[part] = size[:2]
-        return Size(_home(norms, norms), _home(lengths, lengths))
+            return Size(norms, torch.maximum(norms, lengths))
+        if power == 1:
+            return self._abs_size(a, g)
+        return _products_size(a, g)
 
     def _abs_size(self, a: Tensor, g: Tensor) -> Size:
         """By their l1 norm, which needs them formed: a few at a time."""
@@ -321,7 +317,7 @@ class Rows:
         lengths = _diagonal(inner).sqrt().sum(dim=1)
         same = self._index[:, :, None] == self._index[:, None, :]
         inner = inner.mul_(_home(same, same)).sum(dim=(1, 2))
-        return Size(_upper(inner, lengths, g.shape[2] + g.shape[1] ** 2, _eps(g))[0], lengths)
+        return _upper(inner, lengths, g.shape[2] + g.shape[1] ** 2)
 
     def add_to(self, total: Tensor, weights: Tensor) -> None:
         """See :class:`PerExample`."""
@@ -339,7 +335,8 @@ class Rows:
         shape = (batch, self.param.shape[0], width)
         index = self._index[:, :, None].expand(-1, -1, width)
         _refuse_huge(shape)
-        return self._g.new_zeros(shape).scatter_add_(1, index, self._g)
+        g = _home(self._g, self._g).double()
+        return g.new_zeros(shape).scatter_add_(1, _home(index, index), g)
 
     def project(self, probes: Probes) -> Tensor:
         """See :class:`PerExample`."""
@@ -377,7 +374,7 @@ class Tied:
         cross = taken.mul_(torch.bmm(a, r.to(dtype).mT)).sum(dim=(1, 2))
         inner = rows.norms.square() + outer.norms.square() + 2 * cross
         additions = a.shape[2] + outputs + self.terms**2
-        return Size(_upper(inner, lengths, additions, _eps(a))[0], lengths)
+        return _upper(inner, lengths, additions)
 
     def add_to(self, total: Tensor, weights: Tensor) -> None:
         """See :class:`PerExample`."""
@@ -496,41 +493,24 @@ def _diagonal(squares: Tensor) -> Tensor:
     return squares.diagonal(dim1=1, dim2=2).clone()
 
 
-def _products_size(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Norms and lengths of ``sum_t g_t a_t^T``, and whose norms rounding may have made too large.
-
-    From inner products, which are taken in the type of the factors. An inner product of n numbers
-    is wrong by half a unit for each of them, in proportion to both lengths, and by the smallest
-    ordinary number for each product that vanishes.
-    """
+def _products_size(a: Tensor, g: Tensor) -> Size:
+    """Norms and lengths of ``sum_t g_t a_t^T``, from inner products."""
     inner_a, inner_g = torch.bmm(a, a.mT), torch.bmm(g, g.mT)
-    wide = torch.float64 if a.device.type != "mps" else a.dtype
-    tiny, eps = torch.finfo(a.dtype).tiny, _eps(a)
-    long_a, long_g = (
-        ((1 + width * eps) * _diagonal(inner).to(wide) + width * tiny).sqrt()
-        for inner, width in ((inner_a, a.shape[2]), (inner_g, g.shape[2]))
-    )
-    lengths = (long_a * long_g).sum(dim=1)
-    sums = a.shape[2] * long_g.sum(dim=1).square() + g.shape[2] * long_a.sum(dim=1).square()
-    vanished = 2 * tiny * (sums + a.shape[1] ** 2)
-    inner = inner_a.mul_(inner_g).sum(dim=(1, 2), dtype=wide)
-    additions = a.shape[2] + g.shape[2] + (0 if wide != a.dtype else a.shape[1] ** 2)
-    norms, slack = _upper(inner, lengths, additions, eps, vanished)
-    return norms, lengths, ~(slack <= inner / 64) | ~inner.isfinite()
+    lengths = (_diagonal(inner_a) * _diagonal(inner_g)).sqrt().sum(dim=1)
+    inner = inner_a.mul_(inner_g).sum(dim=(1, 2))
+    return _upper(inner, lengths, a.shape[2] + g.shape[2] + a.shape[1] ** 2)
 
 
-def _upper(
-    inner: Tensor, lengths: Tensor, additions: int, eps: float, more: Tensor | float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Norms of sums whose terms may cancel, at their upper end, and what was added for that.
+def _upper(inner: Tensor, lengths: Tensor, additions: int) -> Size:
+    """Norms of sums whose terms may cancel, at their upper end, from computed squares.
 
     The squares are sums of products of inner products of the terms; each is wrong by at most half
     a unit for each addition in it, in proportion to what the terms would add up to if they did not
     cancel. What overflowed on the way is infinite, not zero.
     """
-    slack = (additions + 8) * eps * lengths.square() + more
+    slack = (additions + 8) * _eps(inner) * lengths.square()
     inner = torch.where(inner.isfinite(), inner.clamp_min(0.0), math.inf)
-    return (inner + slack).sqrt(), slack
+    return Size((inner + slack).sqrt(), lengths)
 
 
 def _eps(tensor: Tensor) -> float:

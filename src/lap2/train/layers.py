@@ -206,13 +206,17 @@ def _conv(module: nn.Conv1d | nn.Conv2d, a: Tensor, g: Tensor, arena: Arena) -> 
     patches, grads = _patches(module, a), g.flatten(2)
     if module.groups == 1:
         return [Outer(module.weight, patches.mT, grads.mT, arena=arena), *found]
-    batch, groups = a.shape[0], module.groups
-    values = torch.einsum(
-        "bgol,bgil->bgoi",
-        grads.reshape(batch, groups, -1, grads.shape[2]),
-        patches.reshape(batch, groups, -1, grads.shape[2]),
+    # In float64, as all that is formed of terms that may cancel.
+    wide = a.dtype if a.device.type == "mps" else torch.float64
+    shape = (a.shape[0], module.groups, -1, grads.shape[2])
+    out, into = grads.to(wide).reshape(shape), patches.to(wide).reshape(shape)
+    values = torch.bmm(out.flatten(0, 1), into.flatten(0, 1).mT).unflatten(0, shape[:2])
+    one, two = (
+        torch.linalg.vector_norm(out, power, dim=2) * torch.linalg.vector_norm(into, power, dim=2)
+        for power in (1, 2)
     )
-    return [Dense(module.weight, values), *found]
+    lengths = one.sum(dim=(1, 2)), two.square().sum(dim=1).sqrt().sum(dim=1)
+    return [Dense(module.weight, values, lengths=lengths), *found]
 
 
 def _patches(module: nn.Conv1d | nn.Conv2d, a: Tensor) -> Tensor:

@@ -163,6 +163,8 @@ class Rehearsal:
         self._passed: set[object] = set()
         self._open = dict(params)
         self._next = 0
+        self.has_compared_sizes = False
+        """Whether batches of different sizes could be compared."""
         self.failure = ""
         """Why the last one was refused; empty once one has passed."""
         self.was_moved = 0.0
@@ -239,6 +241,7 @@ class Rehearsal:
         if worst > _tolerance(precision):
             self._fail(_REASONS[rehearsed.kind].format(worst))
         self.was_moved = max(self.was_moved, worst)
+        self.has_compared_sizes = self.has_compared_sizes or rehearsed.kind == "without"
         if rehearsed.is_last:
             self._settle(step)
 

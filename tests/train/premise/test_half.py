@@ -57,7 +57,7 @@ def test_a_mean_in_half_precision_is_refused(kind, records, alike):
 
 
 @pytest.mark.parametrize("alike", [True, False])
-@pytest.mark.parametrize("records", [8, 251, 3000])
+@pytest.mark.parametrize("records", [8, 3000])
 @pytest.mark.parametrize("kind", PRECISIONS)
 def test_losses_of_single_records_are_bounded_in_every_precision(kind, records, alike):
     def run(drop):

@@ -278,7 +278,7 @@ def test_texts_that_are_padded_to_the_longest_and_masked(name):
     )
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("pieces", [1, 4])
 def test_texts_in_pieces(pieces):
     options = {"max_physical_batch_size": pieces, "seeds": 1, "passes": 3}
     assert_trains(bert, Texts, of_text, collate_fn=Pads(), **options)
@@ -353,10 +353,9 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_architectures(name, optimizer):
-    assert_trains(ARCHITECTURES[name], vectors, of_class, optimizer=optimizer)
+def test_architectures(name):
+    assert_trains(ARCHITECTURES[name], vectors, of_class, optimizer=torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

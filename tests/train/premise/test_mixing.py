@@ -150,13 +150,15 @@ MODELS = {
 
 
 SELDOM = ("over the largest", "above the mean", "the first record", "experts with a capacity")
-"""Where most records are as they were without most others; a later rehearsal may be the first."""
+"""Where most records are as they were without most others."""
+
+SOON: dict[str, Any] = {"passes": 70, "steps": None}
+"""Records are chosen at random: now and then, a later rehearsal is the first that shows it."""
 
 
 def assert_found(name, loss):
     case = MODELS[name]
-    seldom = name.startswith(SELDOM)
-    options = {"passes": 70, "steps": None} if seldom else {}
+    options = SOON if name.startswith(SELDOM) else {}
     assert_refused(case.run(), loss, case.words, **options)
 
 
@@ -297,7 +299,7 @@ def texts(*, masked, drop=(), **options):
 
 def test_padding_that_counts_is_refused():
     run = texts(masked=False)
-    assert_refused(run, of_texts, r"record|padd", passes=70, steps=None)
+    assert_refused(run, of_texts, r"record|padd", **SOON)
 
 
 @pytest.mark.parametrize("pieces", [None, 1, 4])
@@ -531,7 +533,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_that_are_no_means_of_records_are_refused(name):
     case = LOSSES[name]
-    assert_refused(case.run(), case.loss(), case.words)
+    assert_refused(case.run(), case.loss(), case.words, **SOON)
 
 
 def each_mixed_up(model, batch):
@@ -563,7 +565,7 @@ EACH = {
 @pytest.mark.parametrize("name", EACH)
 def test_so_are_losses_of_records_that_depend_on_others(name):
     case = EACH[name]
-    assert_refused(case.run(), case.loss(), case.words)
+    assert_refused(case.run(), case.loss(), case.words, **SOON)
 
 
 CLIPPED = {
@@ -577,7 +579,7 @@ CLIPPED = {
 def test_they_are_though_every_record_is_clipped(name):
     """Gradients shrink as training goes on: later they are not, with no rehearsal in between."""
     case = dataclasses.replace(CLIPPED[name], clip=1e-4)
-    assert_refused(case.run(), case.loss(), case.words)
+    assert_refused(case.run(), case.loss(), case.words, **SOON)
 
 
 def augmented(loss):
@@ -599,7 +601,7 @@ RANDOM = {
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_numbers_in_the_loop_hide_nothing(name):
     case = RANDOM[name]
-    assert_refused(case.run(), augmented(case.loss()), case.words, passes=70, steps=None)
+    assert_refused(case.run(), augmented(case.loss()), case.words, **SOON)
 
 
 @pytest.mark.parametrize("case", [LOSSES["sum as mean"], EACH["over their number"]])
@@ -773,7 +775,7 @@ def test_a_mean_over_words_masked_at_random_is_refused(where):
         return over_tokens()(model, batch)
 
     run = private(language_model(), rows(ids), clip=20.0, **options)
-    assert_refused(run, loss, "record", passes=70, steps=None)
+    assert_refused(run, loss, "record", **SOON)
 
 
 def of_tokens(model, batch):
