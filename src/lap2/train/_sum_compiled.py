@@ -13,12 +13,13 @@ from numba import types
 
 from lap2.train._threads import finish, job_type, pointer, run, share
 
-__all__ = ["add", "fits"]
+__all__ = ["add", "fits", "over_positions"]
 
 _COLUMNS = 1024
 """Columns that are worked on at a time."""
 
 _JOB = job_type("rows columns next_row weights values total")
+_POSITIONS = job_type("positions width next_example next_position values total")
 
 
 def fits(weights, values, total):
@@ -81,3 +82,40 @@ def add(weights, values, total, threads):
     rows, columns = values.shape
     addresses = (t.data_ptr() for t in (weights, values, total))
     run(_work, -(-columns // _COLUMNS), (rows, columns, values.stride(0), *addresses), threads)
+
+
+@numba.cfunc(types.void(types.voidptr), cache=True)
+def _sum(address):
+    """Sum over the positions of one example after the other, as many as are this thread's."""
+    job = numba.carray(address, 1, _POSITIONS)[0]
+    first, last = share(job)
+    for example in range(first, last):
+        total = numba.carray(pointer(job.total + 8 * example * job.width), job.width, np.float64)
+        place = job.values + 4 * example * job.next_example
+        for i in range(job.width):
+            total[i] = 0.0
+        for position in range(job.positions):
+            start = place + 4 * position * job.next_position
+            values = numba.carray(pointer(start), job.width, np.float32)
+            for i in range(job.width):
+                total[i] += np.float64(values[i])
+    finish(address, first, last)
+
+
+def over_positions(values, threads):
+    """The sums over the positions of each example, in float64; None if it cannot read them.
+
+    Args:
+        values: (batch, positions, width).
+        threads: how many to use.
+    """
+    batch, positions, width = values.shape
+    if values.dtype != torch.float32 or values.device.type != "cpu" or values.is_neg():
+        return None
+    if values.stride(2) != 1:
+        return None
+    total = values.new_empty((batch, width), dtype=torch.float64)
+    strides = values.stride()[:2]
+    fields = (positions, width, *strides, values.data_ptr(), total.data_ptr())
+    run(_sum, batch, fields, threads)
+    return total

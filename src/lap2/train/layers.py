@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 
 from lap2.train.arena import Arena
+from lap2.train.compiled import kernel
 from lap2.train.convolution import conv2d_gradients, is_formed, padded
 from lap2.train.gradients import Dense, Outer, PerExample, Rows
 
@@ -108,6 +109,10 @@ def trains(param: Tensor | None) -> TypeGuard[Tensor]:
     return param is not None and getattr(param, "_lap2_trained", param.requires_grad)
 
 
+_WORTH_THREADS = 1 << 18
+"""Numbers that take much longer to add than to wake a thread."""
+
+
 def _total(values: Tensor, drop: list[int]) -> Tensor:
     """Their sum over some dimensions, in float64.
 
@@ -116,6 +121,11 @@ def _total(values: Tensor, drop: list[int]) -> Tensor:
     """
     if not drop:
         return values
+    if drop == [1] and values.dim() == 3 and (compiled := kernel("sum")) is not None:
+        threads = torch.get_num_threads() if values.numel() > _WORTH_THREADS else 1
+        total = compiled.over_positions(values, threads)
+        if total is not None:
+            return total
     wide = values.dtype if values.device.type == "mps" else torch.float64
     return values.sum(dim=drop, dtype=wide)
 
@@ -198,7 +208,7 @@ def _placed(g: Tensor, start: int, size: int) -> Tensor:
 def _conv(module: nn.Conv1d | nn.Conv2d, a: Tensor, g: Tensor, arena: Arena) -> list[PerExample]:
     found: list[PerExample] = []
     if trains(module.bias):
-        found.append(Dense(module.bias, _total(g.flatten(2), [2])))
+        found.append(Dense(module.bias, _total(g.flatten(2).mT, [1])))
     if not trains(module.weight):
         return found
     if module.groups == 1 and isinstance(module, nn.Conv2d):
