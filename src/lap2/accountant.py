@@ -2,8 +2,9 @@
 
 import math
 import os
+import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -30,7 +31,8 @@ class Answer:
     Formal guarantee:
         If ``is_guarantee``, all releases together are (epsilon, delta)-differentially private
         under adding or removing one record, provided every step drew a fresh Poisson sample. Both
-        numbers are rounded up.
+        numbers are rounded up. It says no more than the entries of the ledger do: ``caveats`` has
+        every reason why it is none.
     """
 
     epsilon: float
@@ -41,6 +43,7 @@ class Answer:
     """Which conversion gave it: two of moments, the sum of pure epsilons, or nothing to convert."""
     is_guarantee: bool
     steps: int
+    caveats: tuple[str, ...] = ()
     adjacency: str = "add/remove one record"
     sampling: str = "Poisson"
 
@@ -64,6 +67,7 @@ class Accountant:
     def __init__(self) -> None:
         """Start with nothing composed: epsilon 0."""
         self._entries: list[Entry] = []
+        self._lock = threading.Lock()
 
     def compose(self, mechanism: Mechanism, *, sampling_prob: float, steps: int = 1) -> Self:
         """Add ``steps`` releases of ``mechanism``, each from a fresh Poisson sample.
@@ -78,14 +82,44 @@ class Accountant:
         Returns:
             This accountant.
         """
-        entry = Entry(mechanism, sampling_prob, steps)
-        worst_shift(mechanism)  # refuses what cannot be accounted before anything changes
-        last = self._entries[-1] if self._entries else None
-        if last and (last.mechanism, last.sampling_prob) == (entry.mechanism, entry.sampling_prob):
-            self._entries[-1] = Entry(last.mechanism, last.sampling_prob, last.steps + entry.steps)
-        elif entry.steps:
-            self._entries.append(entry)
+        return self.enter(Entry(mechanism, sampling_prob, steps))
+
+    def enter(self, entry: Entry) -> Self:
+        """Add an entry, with all it says of sampling, noise and caveats.
+
+        Threads may do so at once. A refused entry leaves the ledger as it was.
+
+        Returns:
+            This accountant.
+        """
+        worst_shift(entry.mechanism)  # refuses what cannot be accounted before anything changes
+        with self._lock:
+            last = self._entries[-1] if self._entries else None
+            if last and last.continues(entry):
+                self._entries[-1] = replace(last, steps=last.steps + entry.steps)
+            elif entry.steps or entry.caveats:
+                self._entries.append(entry)
         return self
+
+    def restate(self, origin: str, caveats: Iterable[str]) -> None:
+        """Replace the caveats of all entries of one origin, whose process knows more now."""
+        with self._lock:
+            self._entries = [
+                replace(entry, caveats=tuple(caveats)) if entry.origin == origin else entry
+                for entry in self._entries
+            ]
+
+    @classmethod
+    def merged(cls, accountants: Iterable["Accountant"]) -> Self:
+        """Everything that is in any of several ledgers, once.
+
+        What two ledgers of one run have in common, because the run was resumed from two copies of
+        one checkpoint, counts once; everything else adds up.
+        """
+        whole = cls()
+        for entry in ledger.joined(accountant.ledger for accountant in accountants):
+            whole.enter(entry)
+        return whole
 
     @property
     def ledger(self) -> tuple[Entry, ...]:
@@ -95,17 +129,22 @@ class Accountant:
     @property
     def steps(self) -> int:
         """The number of composed steps (not of ledger entries)."""
-        return sum(entry.steps for entry in self._entries)
+        return sum(entry.steps for entry in self.ledger)
 
     @property
     def is_guarantee(self) -> bool:
-        """Whether the answers are proven upper bounds: false once a published bound is composed."""
-        return all(entry.mechanism.is_guarantee for entry in self._entries)
+        """Whether the answers are proven upper bounds: false once an entry has a caveat."""
+        return not self.caveats
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Why the answers are no guarantee; empty if they are."""
+        return tuple(dict.fromkeys(reason for e in self.ledger for reason in e.reasons))
 
     @property
     def pure_epsilon(self) -> float:
         """The epsilon at delta = 0 by plain addition, infinite where there is none; rounded up."""
-        if not self.is_guarantee:
+        if not all(entry.mechanism.is_guarantee for entry in self.ledger):
             return math.inf
         total = math.fsum(
             steps * _pure_epsilon(shift, prob) for shift, prob, steps in self._releases()
@@ -145,7 +184,17 @@ class Accountant:
         else:
             epsilon = _validate.non_negative("epsilon", epsilon)
             delta, order, method = self._solve_delta(epsilon, conversion)
-        return Answer(epsilon, delta, order, method, self.is_guarantee, self.steps)
+        is_poisson = all(entry.sampling == "Poisson" for entry in self.ledger)
+        return Answer(
+            epsilon,
+            delta,
+            order,
+            method,
+            self.is_guarantee,
+            self.steps,
+            self.caveats,
+            sampling="Poisson" if is_poisson else "unknown",
+        )
 
     def log_moments(self, orders: Iterable[int]) -> NDArray[np.float64]:
         """The curve of total log-moments alpha(lambda) at integer orders lambda, rounded up.
@@ -164,9 +213,7 @@ class Accountant:
         """An accountant from :meth:`to_json`'s text; text that fails its checksum is refused."""
         accountant = cls()
         for entry in ledger.loads(text):
-            accountant.compose(
-                entry.mechanism, sampling_prob=entry.sampling_prob, steps=entry.steps
-            )
+            accountant.enter(entry)
         return accountant
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -192,10 +239,17 @@ class Accountant:
             f"is_guarantee={self.is_guarantee}>"
         )
 
+    def __getstate__(self) -> dict[str, object]:
+        return {"_entries": list(self.ledger)}
+
+    def __setstate__(self, state: dict[str, list[Entry]]) -> None:
+        self._entries = state["_entries"]
+        self._lock = threading.Lock()
+
     def _releases(self) -> list[tuple[Shift, float, float]]:
         """Distinct releases that cost something, with how often each was made."""
         steps: dict[tuple[Mechanism, float], int] = {}
-        for entry in self._entries:
+        for entry in self.ledger:
             if entry.sampling_prob > 0:
                 key = (entry.mechanism, entry.sampling_prob)
                 steps[key] = steps.get(key, 0) + entry.steps
