@@ -15,7 +15,10 @@ def real(name: str, value: Any, rule: str) -> float:
     """Return ``value`` as a float; ``rule`` completes the message of the TypeError."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be {rule}, got {value!r} of type {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be {rule}, got one too large for a float") from None
 
 
 def non_negative(name: str, value: Any) -> float:

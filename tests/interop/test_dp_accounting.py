@@ -238,6 +238,21 @@ def test_nothing_released_costs_nothing(event):
 
 # Refusals
 
+
+def wrapped(event, wrap, times):
+    for _ in range(times):
+        event = wrap(event)
+    return event
+
+
+def once(event):
+    return SelfComposedDpEvent(event, 1)
+
+
+def twice(event):
+    return ComposedDpEvent([event, event])
+
+
 OWN_SAMPLES = ComposedDpEvent([PoissonSampledDpEvent(0.5, L2LaplaceDpEvent(1.0))] * 2)
 REFUSED = [
     (UNKNOWN, UNKNOWN, "must be one that lap2 can account for"),
@@ -264,6 +279,11 @@ REFUSED = [
         "at most 1024 releases from one sample, got 1025",
     ),
     (L2LaplaceDpEvent(1.0, 10**400), None, "too large"),
+    (GaussianDpEvent(10**400), None, "noise_multiplier must be a finite .* too large for a float"),
+    (SelfComposedDpEvent(GaussianDpEvent(1.0), 10**400), None, r"count must be at most 2\^53"),
+    (SelfComposedDpEvent(GaussianDpEvent(1.0), 10**5000), None, r"count must be at most 2\^53"),
+    (SelfComposedDpEvent(GaussianDpEvent(1.0), 2**53), None, r"releases to at most 2\^53"),
+    (wrapped(GaussianDpEvent(1.0), twice, 60), None, "at most 1000000 parts"),
 ]
 
 
@@ -278,6 +298,31 @@ def test_a_refusal_names_the_culprit_and_changes_nothing(event, culprit, reason)
     with pytest.raises(UnsupportedEventError, match=reason):
         accountant.compose(event)
     assert (accountant.entries, accountant.ledger, accountant.get_epsilon(1e-5)) == before
+
+
+@pytest.mark.parametrize(
+    "wrap", [once, lambda event: ComposedDpEvent([event]), lambda e: PoissonSampledDpEvent(0.5, e)]
+)
+def test_an_event_may_be_nested_64_deep_and_no_deeper(wrap):
+    assert LaplaceAccountant().supports(wrapped(GaussianDpEvent(1.0), wrap, 63))
+    for depth in (64, 3000):
+        accountant = LaplaceAccountant().compose(GaussianDpEvent(2.0), 5)
+        before = (accountant.entries, accountant.ledger)
+        event = wrapped(GaussianDpEvent(1.0), wrap, depth)
+        assert not accountant.supports(event)
+        with pytest.raises(UnsupportedEventError, match="nested at most 64 deep"):
+            accountant.compose(event)
+        assert (accountant.entries, accountant.ledger) == before
+
+
+@pytest.mark.parametrize("count", [2**53 - 4, 10**400, 10**5000], ids=["one more", "e400", "e5000"])
+def test_a_count_that_no_ledger_holds_is_refused_at_once(count):
+    accountant = LaplaceAccountant().compose(GaussianDpEvent(2.0), 5)
+    before = (accountant.entries, accountant.ledger)
+    with pytest.raises(UnsupportedEventError, match=r"releases to at most 2\^53"):
+        accountant.compose(GaussianDpEvent(2.0), count)
+    assert (accountant.entries, accountant.ledger) == before
+    assert accountant.compose(GaussianDpEvent(2.0), 2**53 - 5).get_epsilon(1e-5) > 1e12
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2"])

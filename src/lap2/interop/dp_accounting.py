@@ -5,8 +5,11 @@ accountant works with this one, such as ``dp_accounting.calibrate_dp_mechanism``
 """
 
 import math
+import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import singledispatch
+from itertools import islice
 
 import attrs
 import dp_accounting
@@ -23,6 +26,11 @@ _MOST_GROUPS = 1024
 """Most releases that may share one sample: all of them become groups of one description."""
 _LEAST_PROBABILITY = 1e-100
 """What a product of sampling probabilities is rounded up to, so that none underflows to free."""
+_MOST_LEVELS = 64
+"""Events in events in events: the library's own comparison and repr of an event recurse too."""
+_MOST_PARTS = 1_000_000
+_MOST_STEPS = 2**53
+"""As in :class:`lap2.Accountant`; all that an accountant ever composes stays within it."""
 
 _ADD_OR_REMOVE_ONE = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 
@@ -64,7 +72,8 @@ class LaplaceAccountant(dp_accounting.PrivacyAccountant):
     more than steps with samples of their own. Sampling a sample multiplies the probabilities.
     ``ComposedDpEvent``, ``SelfComposedDpEvent``, ``NoOpDpEvent`` and ``NonPrivateDpEvent`` mean
     what they say. Everything else is refused with ``UnsupportedEventError``, and a refusal
-    changes nothing.
+    changes nothing. So are events nested more than 64 deep, of more than a million parts, or that
+    bring the number of releases above 2^53.
 
     Formal guarantee:
         Everything composed is (epsilon, delta)-differentially private under adding or removing
@@ -136,12 +145,28 @@ class LaplaceAccountant(dp_accounting.PrivacyAccountant):
         """Whether not even a delta of almost 1 buys a finite epsilon: noise of zero."""
         return self._accountant.get_epsilon(math.nextafter(1, 0)) == math.inf
 
+    def compose(self, event: dp_accounting.DpEvent, count: int = 1) -> "LaplaceAccountant":
+        """Account for ``event``, ``count`` times in a row.
+
+        Raises:
+            UnsupportedEventError: the event cannot be accounted for; nothing was changed.
+        """
+        if isinstance(event, dp_accounting.DpEvent):
+            refusal = self._maybe_compose(event, count, do_compose=False)
+            if refusal is not None:  # without the whole event, whose text may have no end
+                raise dp_accounting.UnsupportedEventError(
+                    f"{refusal.error_message}, caused by subevent {_shown(refusal.invalid_event)}"
+                )
+        return super().compose(event, count)
+
     def _maybe_compose(
         self, event: dp_accounting.DpEvent, count: int, do_compose: bool
     ) -> dp_accounting.PrivacyAccountant.CompositionErrorDetails | None:
         """Compose ``event`` ``count`` times, or say why not; without ``do_compose``, only ask."""
         try:
+            _check_shape(event)
             cost = _cost(event)
+            self._check_steps(event, cost, count)
         except _RefusedError as refusal:
             return self.CompositionErrorDetails(refusal.event, refusal.reason)
         if do_compose:
@@ -152,6 +177,14 @@ class LaplaceAccountant(dp_accounting.PrivacyAccountant):
                 )
             self._non_private |= cost.non_private
         return None
+
+    def _check_steps(self, event: dp_accounting.DpEvent, cost: "_Cost", count: int) -> None:
+        steps = sum(entry.steps for entry in cost.entries)
+        # A count that is no integer is refused by the library, after this.
+        if isinstance(count, int) and self._accountant.steps + steps * max(count, 1) > _MOST_STEPS:
+            raise _RefusedError(
+                event, "event must bring the number of releases to at most 2^53; count is too large"
+            )
 
 
 @dataclass(frozen=True)
@@ -169,6 +202,35 @@ class _RefusedError(Exception):
         super().__init__(event, reason)
         self.event = event
         self.reason = reason
+
+
+def _shown(event: dp_accounting.DpEvent | None) -> str:
+    """The event in an error: all of it if nothing is in it, and no error if it has no text."""
+    return type(event).__name__ if event is None or _parts(event) else reprlib.repr(event)
+
+
+def _check_shape(event: dp_accounting.DpEvent) -> None:
+    """Refuse what is too deep or too large to look at, without recursing into it."""
+    level, seen = [event], 0
+    for _ in range(_MOST_LEVELS):
+        seen += len(level)
+        inner = (part for outer in level for part in _parts(outer))
+        level = list(islice(inner, _MOST_PARTS + 1 - seen))
+        if seen + len(level) > _MOST_PARTS:
+            raise _RefusedError(event, f"event must have at most {_MOST_PARTS} parts")
+        if not level:
+            return
+    raise _RefusedError(event, f"event must be nested at most {_MOST_LEVELS} deep")
+
+
+def _parts(event: dp_accounting.DpEvent) -> Iterable[dp_accounting.DpEvent]:
+    match event:
+        case dp_accounting.ComposedDpEvent(events=list() | tuple()):
+            return event.events
+        case dp_accounting.SelfComposedDpEvent() | dp_accounting.PoissonSampledDpEvent():
+            return (event.event,)
+        case _:
+            return ()
 
 
 def _cost(event: dp_accounting.DpEvent) -> _Cost:
@@ -213,6 +275,8 @@ def _(event: dp_accounting.LaplaceDpEvent) -> _Cost:
 @_translate.register
 def _(event: dp_accounting.SelfComposedDpEvent) -> _Cost:
     count = _validate.integer("count", event.count, least=0)
+    if count > _MOST_STEPS:
+        raise ValueError("count must be at most 2^53")
     inner = _cost(event.event)
     return _Cost(_repeat(inner.entries, count), inner.non_private) if count else _Cost()
 
