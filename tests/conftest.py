@@ -38,3 +38,11 @@ def timm():
                 stub.__spec__ = importlib.machinery.ModuleSpec(stub.__name__, None)
                 patch.setitem(sys.modules, stub.__name__, stub)
         yield pytest.importorskip("timm")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def journals(tmp_path_factory):
+    """No test leaves a journal in the folder of whoever runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAP2_STATE", str(tmp_path_factory.mktemp("state")))
+        yield

@@ -3,7 +3,7 @@
 import math
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
@@ -109,16 +109,27 @@ class Accountant:
                 for entry in self._entries
             ]
 
-    @classmethod
-    def merged(cls, accountants: Iterable["Accountant"]) -> Self:
-        """Everything that is in any of several ledgers, once.
+    def include(self, entries: Sequence[Entry]) -> Self:
+        """Add what is in another ledger, and not yet in this one.
 
         What two ledgers of one run have in common, because the run was resumed from two copies of
         one checkpoint, counts once; everything else adds up.
+
+        Returns:
+            This accountant.
         """
+        for entry in entries:
+            worst_shift(entry.mechanism)
+        with self._lock:
+            self._entries = ledger.joined(self._entries, entries)
+        return self
+
+    @classmethod
+    def merged(cls, accountants: Iterable["Accountant"]) -> Self:
+        """One accountant of what is in several, each release once: see :meth:`include`."""
         whole = cls()
-        for entry in ledger.joined(accountant.ledger for accountant in accountants):
-            whole.enter(entry)
+        for accountant in accountants:
+            whole.include(accountant.ledger)
         return whole
 
     @property
@@ -276,7 +287,10 @@ class Accountant:
 
 
 def _pure_epsilon(shift: Shift, sampling_prob: float) -> float:
-    """``log(1 + zeta (exp(l1) - 1))``: amplification by sampling of a pure-DP release."""
+    """``log(1 + zeta (exp(l1) - 1))``: amplification by sampling of a pure-DP release.
+
+    At least 1e-300, so that a product that underflows is not taken for a release that is free.
+    """
     if shift.l1 < 700:
-        return math.log1p(sampling_prob * math.expm1(shift.l1))
-    return shift.l1 + math.log(sampling_prob + (1 - sampling_prob) * math.exp(-shift.l1))
+        return max(math.log1p(sampling_prob * math.expm1(shift.l1)), 1e-300)
+    return float(np.logaddexp(0.0, shift.l1 + math.log(sampling_prob)))

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -110,32 +110,28 @@ class Entry:
         return replace(self, steps=0) == replace(other, steps=0)
 
 
-def joined(ledgers: Iterable[Iterable[Entry]]) -> list[Entry]:
-    """Everything that is in any of several ledgers, once.
+def joined(one: Sequence[Entry], other: Sequence[Entry]) -> list[Entry]:
+    """Everything that is in either of two ledgers, once.
 
     Ledgers of a run that went on in two copies begin alike: entries of one origin are the same
     releases in both, of which the longer list counts, with the caveats of both. Should neither list
     be the beginning of the other, both count. So do all entries without an origin.
     """
-    by_origin: dict[str, list[list[Entry]]] = {}
-    for ledger in ledgers:
-        found: dict[str, list[Entry]] = {}
-        for entry in ledger:
-            found.setdefault(entry.origin, []).append(entry)
-        for origin, entries in found.items():
-            by_origin[origin] = _with(by_origin.get(origin, []), entries, known=bool(origin))
-    return [entry for lists in by_origin.values() for entries in lists for entry in entries]
-
-
-def _with(lists: list[list[Entry]], new: list[Entry], *, known: bool) -> list[list[Entry]]:
-    """The lists of one origin and another one, without what is in both."""
-    for place, old in enumerate(lists if known else []):
-        for shorter, longer in ((old, new), (new, old)):
-            if _begins(shorter, longer):
-                caveats = [c for e in (*old, *new) for c in e.caveats]
-                both = [replace(e, caveats=_once((*e.caveats, *caveats))) for e in longer]
-                return [*lists[:place], both, *lists[place + 1 :]]
-    return [*lists, new]
+    found = list(one)
+    for origin in dict.fromkeys(entry.origin for entry in other):
+        new = [entry for entry in other if entry.origin == origin]
+        places = [place for place, entry in enumerate(found) if entry.origin == origin]
+        old = [found[place] for place in places]
+        longer = next((b for a, b in ((old, new), (new, old)) if _begins(a, b)), None)
+        if longer is None or not origin:
+            found += new
+            continue
+        caveats = [caveat for entry in (*old, *new) for caveat in entry.caveats]
+        both = [replace(e, caveats=_once((*e.caveats, *caveats))) for e in longer]
+        for place, entry in zip(places, both, strict=False):
+            found[place] = entry
+        found += both[len(places) :]
+    return found
 
 
 def _begins(shorter: list[Entry], longer: list[Entry]) -> bool:

@@ -1,5 +1,6 @@
 """The Opacus adapter: what it releases and accounts, and each trap of Opacus 1.6 closed."""
 
+import dataclasses
 import difflib
 import itertools
 import math
@@ -820,7 +821,11 @@ def test_nothing_depends_on_the_true_size_when_a_public_one_is_given():
     for _, model, optimizer, loader in made:
         assert (len(loader), optimizer.expected_batch_size) == (4, 3)
         train(model, optimizer, loader)
-    assert made[0][0].accountant.inner.to_json() == made[1][0].accountant.inner.to_json()
+    one, other = (
+        [dataclasses.replace(entry, origin="") for entry in engine.accountant.inner.ledger]
+        for engine, *_ in made
+    )
+    assert one == other
     assert made[0][0].accountant.history[0][1] == 0.3
     *_, optimizer, loader = private(nn.Linear(4, 3), data(10, 4), batch_size=3)
     assert (len(loader), optimizer.expected_batch_size) == (4, 3)  # Opacus: int(10 / 4) = 2
@@ -1125,6 +1130,7 @@ def test_checkpoints_keep_the_ledger_and_run_no_code(tmp_path):
     engine, model, optimizer, loader = private(nn.Linear(4, 3), data(8, 4), batch_size=2)
     train(model, optimizer, loader)
     engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    engine.close()
 
     def resumed():
         return private(nn.Linear(4, 3), data(8, 4), batch_size=2)

@@ -3,17 +3,22 @@
 import copy
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lap2 import Accountant
 from lap2.train import BudgetExhaustedError, CheckpointError, PrivacyEngine
-from lap2.train.checkpoint import Journal, previous, read, write
+from lap2.train.checkpoint import previous, read, write
+from lap2.train.journal import Journal
 
 
 def make(*, noise=1.0, clip=1.0, width=4, batch_size=8, records=40, lr=0.1, **kwargs):
@@ -61,6 +66,7 @@ def test_everything_comes_back(tmp_path):
     train(model, optimizer, loader, scheduler)
     train(model, optimizer, loader, scheduler, limit=2)
     engine.save(path, scheduler=scheduler, extra={"note": "half way"})
+    engine.close()
     again, model2, optimizer2, loader2, scheduler2 = make(lr=5.0)
     resumed = again.load(path, scheduler=scheduler2)
     assert (resumed.steps, resumed.lost_steps, resumed.passes) == (7, 0, 1)
@@ -85,8 +91,11 @@ def test_a_checkpoint_made_in_a_rehearsal_has_the_schedule_of_the_steps_so_far(t
 
     def save():
         engine.save(tmp_path / "run.pt", scheduler=scheduler)
+        copied = Path(tempfile.mkdtemp(dir=tmp_path))
+        for file in tmp_path.glob("*.*"):
+            shutil.copy(file, copied)
         again, _, optimizer2, _, scheduler2 = make()
-        resumed = again.load(tmp_path / "run.pt", scheduler=scheduler2)
+        resumed = again.load(copied / "run.pt", scheduler=scheduler2)
         assert (resumed.steps, resumed.lost_steps) == (engine.accountant.steps, 0)
         assert scheduler2.last_epoch == engine.accountant.steps
         assert optimizer2.param_groups[0]["lr"] == scheduler2.get_last_lr()[0]
@@ -102,14 +111,17 @@ def test_steps_after_the_checkpoint_are_counted_though_the_model_lost_them(tmp_p
     engine, model, optimizer, loader, _ = make()
     engine.save(path)
     train(model, optimizer, loader, limit=3)
+    engine.close()
     again, model2, optimizer2, loader2, _ = make()
     resumed = again.load(path)
     assert (resumed.steps, resumed.lost_steps) == (0, 3)
     assert again.accountant.steps == 3
     train(model2, optimizer2, loader2, limit=2)
+    again.close()
     third, *_ = make()
     resumed = third.load(path)
     assert (resumed.steps, resumed.lost_steps) == (0, 5)
+    third.close()
     again.save(path)
     fourth, *_ = make()
     resumed = fourth.load(path)
@@ -123,10 +135,20 @@ def test_an_older_checkpoint_of_the_run_does_not_forget_what_followed(tmp_path):
     train(model, optimizer, loader, limit=2)
     engine.save(tmp_path / "second.pt")
     train(model, optimizer, loader, limit=2)
+    engine.close()
     again, *_ = make()
     assert again.load(tmp_path / "first.pt").lost_steps == 4
-    with pytest.raises(ValueError, match="path must be in"):
-        engine.save(tmp_path / "elsewhere" / "third.pt")
+
+
+def test_a_checkpoint_in_another_folder_knows_where_the_journal_is(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    engine, model, optimizer, loader, _ = make()
+    engine.save(tmp_path / "run.pt")
+    engine.save(tmp_path / "elsewhere" / "run.pt")
+    train(model, optimizer, loader, limit=2)
+    engine.close()
+    again, *_ = make()
+    assert again.load(tmp_path / "elsewhere" / "run.pt").lost_steps == 2
 
 
 def test_a_new_run_does_not_take_the_place_of_another(tmp_path):
@@ -136,7 +158,7 @@ def test_a_new_run_does_not_take_the_place_of_another(tmp_path):
     with pytest.raises(ValueError, match="holds the checkpoint of another run"):
         make()[0].save(tmp_path / "run.pt")
     assert (tmp_path / "run.pt").read_bytes() == before
-    assert len(list(tmp_path.glob("journal-*"))) == 1
+    assert len(list(tmp_path.glob("journal-*.txt"))) == 1
 
 
 def test_the_journal_is_written_before_the_noise(tmp_path):
@@ -152,6 +174,7 @@ def test_the_journal_is_written_before_the_noise(tmp_path):
     engine._step.sampler = Crashing()
     with pytest.raises(InterruptedError):
         train(model, optimizer, loader)
+    engine.close()
     again, *_ = make()
     assert again.load(tmp_path / "run.pt").lost_steps == 1
 
@@ -161,9 +184,9 @@ def test_no_random_key_is_kept(tmp_path):
     engine.save(tmp_path / "run.pt")
     state = read(tmp_path / "run.pt")
     assert set(state) == {
-        "run", "fingerprint", "model", "optimizer", "scheduler", "ledger", "denoiser", "loader",
-        "released", "lost", "extra",
+        "lap2", "fingerprint", "model", "optimizer", "scheduler", "denoiser", "loader", "extra",
     }  # fmt: skip
+    assert set(state["lap2"]) == {"id", "ledger", "step", "released", "lost", "folder"}
     assert set(state["loader"]) == {"passes", "position"}
 
 
@@ -192,6 +215,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_nothing_changes(tmp_path, ch
 def test_a_scheduler_must_be_loaded_as_it_was_saved(tmp_path):
     engine, *_, scheduler = make()
     engine.save(tmp_path / "run.pt", scheduler=scheduler)
+    engine.close()
     with pytest.raises(CheckpointError, match="with a scheduler"):
         make()[0].load(tmp_path / "run.pt")
 
@@ -208,6 +232,7 @@ def test_every_flipped_bit_and_every_cut_is_found(tmp_path):
     path = tmp_path / "run.pt"
     engine, *_ = make()
     engine.save(path)
+    engine.close()
     good = path.read_bytes()
     rng = random.Random(1)
     for _ in range(100):
@@ -232,6 +257,7 @@ def test_a_corrupt_checkpoint_falls_back_and_forgets_nothing(tmp_path):
     engine.save(path)
     train(model, optimizer, loader, limit=1)
     path.write_bytes(path.read_bytes()[:-1])
+    engine.close()
     with pytest.raises(CheckpointError, match="corrupt"):
         make()[0].load(path)
     with pytest.warns(UserWarning, match="Going on from the one before it"):
@@ -245,11 +271,29 @@ def test_a_corrupt_checkpoint_falls_back_and_forgets_nothing(tmp_path):
 def test_a_missing_journal_must_be_acknowledged(tmp_path):
     engine, *_ = make()
     engine.save(tmp_path / "run.pt")
-    (journal,) = tmp_path.glob("journal-*")
+    engine.close()
+    (journal,) = tmp_path.glob("journal-*.txt")
     journal.unlink()
     with pytest.raises(CheckpointError, match="journal_lost=True"):
         make()[0].load(tmp_path / "run.pt")
-    assert make()[0].load(tmp_path / "run.pt", journal_lost=True).lost_steps == 0
+    again, model, optimizer, loader, _ = make()
+    assert again.load(tmp_path / "run.pt", journal_lost=True).lost_steps == 0
+    train(model, optimizer, loader, limit=1)
+    statement = again.statement(1e-5)
+    assert not statement.is_guarantee
+    assert "the run's journal was lost" in statement.caveats[0]
+    copied = Accountant.from_json(again.accountant.to_json())
+    assert copied.answer(delta=1e-5).caveats == statement.caveats
+
+
+def test_a_journal_that_is_there_counts_whatever_is_said_of_it(tmp_path):
+    engine, model, optimizer, loader, _ = make()
+    engine.save(tmp_path / "run.pt")
+    train(model, optimizer, loader, limit=3)
+    engine.close()
+    again, *_ = make()
+    assert again.load(tmp_path / "run.pt", journal_lost=True).lost_steps == 3
+    assert not again.accountant.caveats
 
 
 def test_a_rotten_journal_never_counts_less(tmp_path):
@@ -257,7 +301,7 @@ def test_a_rotten_journal_never_counts_less(tmp_path):
     for last in (0, 1, 2, 7, 8):
         journal.start(0)
         for step in range(1, last + 1):
-            journal.record(step)
+            journal.write(step)
         good = journal.path.read_bytes()
         assert journal.steps() == last
         for position in range(len(good)):
@@ -293,9 +337,10 @@ def test_the_budget_stops_the_run_before_it_is_exceeded(tmp_path):
     assert engine.remaining_steps == 0
     assert engine.get_epsilon(1e-5) <= 8.0
     more = copy.deepcopy(engine.accountant)
-    more.compose(engine._step.mechanism, sampling_prob=0.2)
+    more.compose(engine._step.run.step.mechanism, sampling_prob=0.2)
     assert more.get_epsilon(1e-5) > 8.0
     engine.save(tmp_path / "run.pt")
+    engine.close()
     again, *_ = make()
     again.load(tmp_path / "run.pt")
     with pytest.raises(BudgetExhaustedError):
@@ -306,7 +351,7 @@ def test_the_budget_knows_what_else_was_released():
     engine, *_ = make()
     engine.set_budget(epsilon=8.0, delta=1e-5)
     before = engine.remaining_steps
-    engine.accountant.compose(engine._step.mechanism, sampling_prob=0.5)
+    engine.accountant.compose(engine._step.run.step.mechanism, sampling_prob=0.5)
     assert engine.remaining_steps < before
 
 
@@ -342,7 +387,8 @@ KILLED = textwrap.dedent(
     from lap2.ledger import loads
     from lap2.noise import SecureLaplace
     from lap2.train import PrivacyEngine
-    from lap2.train.checkpoint import Journal, read
+    from lap2.train.checkpoint import read
+    from lap2.train.journal import Journal
 
     import torch._dynamo  # which optimizers load when they are first made, in seconds
 
@@ -388,10 +434,11 @@ KILLED = textwrap.dedent(
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         state = read(path)  # always whole
-        counted = Journal(folder, state["run"]).steps()
+        run = state["lap2"]
+        counted = Journal(folder, run["id"]).steps()
         lower = len(released.read_text())
-        in_file = sum(entry.steps for entry in loads(state["ledger"]))
-        print(in_file, state["released"], counted, lower)
+        in_file = sum(entry.steps for entry in loads(run["ledger"]))
+        print(in_file, run["released"], counted, lower)
     """
 )
 

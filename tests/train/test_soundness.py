@@ -100,7 +100,7 @@ def check_sampling():
     seen = np.zeros((draws, 50))
     for row in seen:
         row[loader.sample()] = 1
-    assert loader.sampling_prob == engine._step.sampling_prob == 0.3
+    assert loader.sampling_prob == engine._step.run.step.sampling_prob == 0.3
     noise = math.sqrt(0.3 * 0.7 / draws)
     assert abs(seen.mean(axis=0) - 0.3).max() < 5 * noise
     assert seen.sum(axis=1).var() == pytest.approx(50 * 0.3 * 0.7, rel=0.15)

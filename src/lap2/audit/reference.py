@@ -44,7 +44,7 @@ class Reference:
     @property
     def mechanism(self) -> Mechanism:
         """What the engine enters in its ledger for a step."""
-        return self._step.mechanism
+        return self._step.run.step.mechanism
 
     def learnt(self) -> object:
         """What the readout has learnt from the releases so far."""

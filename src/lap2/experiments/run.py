@@ -26,6 +26,11 @@ from lap2.train import BudgetExhaustedError, PoissonLoader, PrivacyEngine, State
 
 __all__ = ["Result", "noise_of", "resume", "train"]
 
+_HELD_OUT = (
+    "losses and accuracies on held-out records were written as they are: those records are private "
+    "too, and nothing protects them"
+)
+
 
 @dataclass(frozen=True)
 class Result:
@@ -61,8 +66,9 @@ def train(recipe: Recipe, folder: Path, *, progress: bool = True) -> Result:
     run = _Run(recipe, load_task(recipe), folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", recipe.asdict())
-    run.save()  # from here on, no step is forgotten
-    return run.go(progress=progress)
+    with run.engine:
+        run.save()  # from here on, no step is forgotten
+        return run.go(progress=progress)
 
 
 def resume(folder: Path, *, progress: bool = True) -> Result:
@@ -84,8 +90,9 @@ def resume(folder: Path, *, progress: bool = True) -> Result:
     except (TypeError, ValueError, OSError) as error:
         raise ValueError(f"{config} must hold the recipe of the run: {error}") from error
     run = _Run(recipe, load_task(recipe), folder)
-    run.load()
-    return run.go(progress=progress)
+    with run.engine:
+        run.load()
+        return run.go(progress=progress)
 
 
 class _Run:
@@ -94,7 +101,7 @@ class _Run:
     def __init__(self, recipe: Recipe, task: Task, folder: Path) -> None:
         self.recipe, self.task, self.folder, self.total = recipe, task, folder, recipe.steps
         optimizer = _optimizer(recipe, task.model)
-        self.engine = PrivacyEngine()
+        self.engine = PrivacyEngine(caveats=[_HELD_OUT] if task.evaluated_on == "holdout" else [])
         self.model, self.optimizer, loader = _make_private(self.engine, recipe, task, optimizer)
         self.loader = cast("PoissonLoader", loader)  # no recipe samples in another way
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _factor(recipe))

@@ -9,6 +9,7 @@ lap2's. docs/opacus.md says what is refused, and why.
 # (Opacus hangs its results on parameters, as attributes torch does not know.)
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from lap2 import _validate
 from lap2.calibration import calibrate_noise
+from lap2.interop._opacus_copies import leave_ordinary
 from lap2.interop._opacus_loader import Loader, PoissonSampler
 from lap2.interop._opacus_step import (
     DistributedLaplaceDPOptimizer,
@@ -34,6 +36,7 @@ from lap2.interop._opacus_step import (
     LaplaceDPOptimizer,
     accounted,
     positive_clip,
+    refuse_watched,
     released_size,
     world_size,
 )
@@ -91,8 +94,6 @@ class PrivacyEngine(OpacusPrivacyEngine):
         rounding of a mean loss does not matter, and that N (or ``public_size``) is public.
     """
 
-    accountant: LaplaceAccountant
-
     def __init__(self, *, accountant: str = "lap2", secure_mode: bool = False) -> None:  # noqa: ARG002
         """Start an empty ledger."""
         if accountant != "lap2":
@@ -107,6 +108,21 @@ class PrivacyEngine(OpacusPrivacyEngine):
         self._denoiser = Denoiser("none")
         self._writes = Writes(nn.Module())
         self._used = False
+        self._close: Callable[[], None] | None = None
+
+    @property
+    def accountant(self) -> LaplaceAccountant:
+        """The ledger. It cannot be replaced: what was released stays released."""
+        return self._accountant
+
+    @accountant.setter
+    def accountant(self, value: LaplaceAccountant) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if hasattr(self, "_accountant"):
+            raise AttributeError(
+                "accountant must not be replaced: what was released stays released. Earlier "
+                "releases are loaded with accountant.load_state_dict before the first step"
+            )
+        self._accountant = value
 
     def make_private(
         self,
@@ -178,6 +194,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         positive_clip(max_grad_norm)
         _dimension(module, optimizer)
         _refuse_mixing(module)
+        refuse_watched(module.parameters())
         self._schedule = _schedule(data_loader, public_size)
         self._denoiser, self._writes = Denoiser(denoise), Writes(module)
         made: Any = super().make_private(
@@ -195,7 +212,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         _, private, loader = made
         loader.batch_sampler.begin_batch = private.begin_batch
         loader.batch_sampler.give_up = private.give_up
-        self._used = True
+        self._used, self._close = True, private.close
         return made
 
     def make_private_with_epsilon(
@@ -246,6 +263,18 @@ class PrivacyEngine(OpacusPrivacyEngine):
             max_grad_norm=max_grad_norm,
             public_size=public_size,
             **options,
+        )
+
+    def close(self) -> None:
+        """End the run in this process, so that another one may load what was saved of it."""
+        if self._close is not None:
+            self._close()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Refuse pickles and copies: the data set, and what was drawn of it, can be reached."""
+        raise TypeError(
+            "PrivacyEngine must not be pickled or copied, as it leads to private records: "
+            "save_checkpoint keeps the ledger with model and optimizer"
         )
 
     def load_checkpoint(
@@ -302,7 +331,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
         if mode == "ew":
             self.validate(module=module, optimizer=None, data_loader=None)
             kept = ("batch_first", "loss_reduction")
-            return _ExpandedWeights(module, **{name: rest[name] for name in kept})
+            wrapped = _ExpandedWeights(module, **{name: rest[name] for name in kept})
+            return leave_ordinary(module, wrapped)
         hooks: Any = super()._prepare_model(module, **rest)
         handles = hooks.autograd_grad_sample_hooks  # Opacus removes them with its own
         mute = partial(_mute_when_empty, hooks)
@@ -310,7 +340,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         for layer in module.modules() if mode == "hooks" else ():
             if isinstance(layer, nn.Conv2d):
                 handles.append(layer.register_forward_pre_hook(_refuse_other_layouts))
-        return hooks
+        return leave_ordinary(module, hooks)
 
     def _prepare_optimizer(
         self, *, optimizer: Optimizer, distributed: bool = False, prefetch: bool, **rest: Any
@@ -383,7 +413,7 @@ def _mute_when_empty(hooks: GradSampleHooks, _: nn.Module, args: Any, kwargs: An
 def _refuse_other_layouts(layer: nn.Module, inputs: Any) -> None:
     if torch.is_grad_enabled() and layer.training and not inputs[0].is_contiguous():
         raise ValueError(
-            f"the input of {layer} must be contiguous, got strides {inputs[0].stride()}: Opacus "
+            f"the input of {layer} must be contiguous, got another layout: Opacus "
             "computes wrong gradients from other layouts, such as channels_last; use "
             "grad_sample_mode='functorch', or .contiguous()"
         )

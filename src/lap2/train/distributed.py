@@ -9,13 +9,15 @@ all slices are gathered.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 __all__ = ["World", "refuse_wrapped"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,21 @@ class World:
         if any(other != values[0] for other in values):
             shown = [repr(v) if len(repr(v)) < 60 else "something else" for v in values]
             raise ValueError(f"all processes must have the same {what}, got {', '.join(shown)}")
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What the first process makes, on all of them; if it raises, all do."""
+        if self.size == 1:
+            return make()
+        held: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                held[0] = make()
+            except Exception as error:  # noqa: BLE001 - raised below, everywhere
+                held[1] = error
+        dist.broadcast_object_list(held, src=0)
+        if held[1] is not None:
+            raise held[1]
+        return held[0]
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give all processes the values of the first."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,16 @@ from torch.utils.data import DataLoader
 from lap2 import _validate
 from lap2.accountant import Accountant
 from lap2.calibration import Target, calibrate_noise
-from lap2.noise import Sampler, SecureLaplace
-from lap2.train.baseline import OrdinaryGaussian
+from lap2.ledger import Entry
+from lap2.noise import Sampler, SecureGaussian, SecureLaplace, check_law
+from lap2.sense import caveats_of_target
 from lap2.train.budget import Budget
 from lap2.train.denoise import Denoiser
 from lap2.train.distributed import World
 from lap2.train.plan import Clip, MechanismName, ReleasePlan
 from lap2.train.poisson import PoissonLoader
 from lap2.train.rounding import rho
+from lap2.train.run import Run
 from lap2.train.saving import Resumed, Saver
 from lap2.train.source import check_source
 from lap2.train.step import PrivateStep, make_step_private
@@ -53,6 +55,7 @@ class Statement:
         caveats: why it is no guarantee.
         rounding: by which share of the clip rounding may let one record exceed it; epsilon counts
             with the clip made larger by that much.
+        warnings: what these numbers, though proven, do not protect from.
     """
 
     epsilon: float
@@ -63,6 +66,7 @@ class Statement:
     assumptions: tuple[str, ...]
     caveats: tuple[str, ...]
     rounding: float
+    warnings: tuple[str, ...] = ()
 
 
 class PrivacyEngine:
@@ -73,8 +77,15 @@ class PrivacyEngine:
     before it is released.
 
     Args:
-        sampler: the noise. The secure one by default for Laplace noise; for Gaussian noise an
-            ordinary generator, which the statement says.
+        sampler: the noise, of the mechanism's law; by default a secure one.
+        accountant: what was released of the same data before, which counts too; it becomes the
+            ledger of this run.
+        journal: the folder for the journal that is kept once anything of the run is saved. By
+            default that of the first checkpoint; or, where only the optimizer's state is saved,
+            ``$LAP2_STATE``, or else ``lap2`` in ``$XDG_STATE_HOME`` or ``~/.local/state``.
+        journal_lost: state that no step was taken after what will be loaded was saved; needed where
+            an optimizer's state is loaded whose journal is not there. The ledger will say so.
+        caveats: sentences that say why else the run is no guarantee; the ledger will have them.
 
     Formal guarantee:
         :meth:`get_epsilon` is an upper bound for exactly the steps taken: the Poisson sampling
@@ -82,12 +93,27 @@ class PrivacyEngine:
         rests on is in the ``assumptions`` of :meth:`statement`.
     """
 
-    def __init__(self, *, sampler: Sampler | None = None) -> None:
-        """Start an empty ledger."""
-        self.accountant = Accountant()
-        self._sampler = sampler
+    def __init__(
+        self,
+        *,
+        sampler: Sampler | None = None,
+        accountant: Accountant | None = None,
+        journal: str | os.PathLike[str] | None = None,
+        journal_lost: bool = False,
+        caveats: Sequence[str] = (),
+    ) -> None:
+        """Start a ledger, or go on with one."""
+        self._accountant = Accountant() if accountant is None else accountant
+        self._sampler, self._given_caveats = sampler, tuple(caveats)
+        self._folder = None if journal is None else Path(journal)
+        self._journal_lost = journal_lost
         self._step: PrivateStep | None = None
         self._saver: Saver | None = None
+
+    @property
+    def accountant(self) -> Accountant:
+        """The ledger: what was given at the start, and all steps since. It cannot be replaced."""
+        return self._accountant
 
     def make_private(
         self,
@@ -199,7 +225,7 @@ class PrivacyEngine:
         world = World.current()
         prob, per_epoch = _schedule(data_loader, world)
         total = _total_steps(epochs, steps, per_epoch)
-        sampler = self._sampler or _default_sampler(mechanism)
+        sampler = _sampler(self._sampler, mechanism)
         template = plan.describe(1.0, 0.0, 0.0)
         target = Target(target_epsilon, target_delta)
         wanted = calibrate_noise(
@@ -248,7 +274,7 @@ class PrivacyEngine:
         _validate.choice("sums", sums, tuple(_TYPES))
         world = World.current()
         prob, steps = _schedule(data_loader, world)
-        sampler = self._sampler or _default_sampler(plan.mechanism)
+        sampler = _sampler(self._sampler, plan.mechanism)
         loader = (
             PoissonLoader(
                 data_loader.dataset,
@@ -271,6 +297,15 @@ class PrivacyEngine:
         world.same("mechanism and denoising", (plan.mechanism, denoiser.mode, denoiser.tau))
         world.same("kind of noise", (type(sampler).__name__, sampler.is_secure))
         world.copy_from_first([*plan.module.parameters(), *plan.module.buffers()])
+        rounding = rho(records=size, processes=world.size)
+        mechanism = plan.describe(scale, plan.spacing(sampler, scale, world), rounding)
+        entry = Entry(
+            mechanism,
+            prob,
+            1,
+            sampling="Poisson" if poisson_sampling else "unknown",
+            noise="secure" if sampler.is_secure else "ordinary",
+        )
         self._step = PrivateStep(
             plan=plan,
             loader=loader if isinstance(loader, PoissonLoader) else None,
@@ -279,15 +314,22 @@ class PrivacyEngine:
             divisor=prob * size,
             denoiser=denoiser,
             loss_reduction=loss_reduction,
-            accountant=self.accountant,
-            sampling_prob=prob,
+            run=Run(
+                self._accountant,
+                entry,
+                world,
+                folder=self._folder,
+                journal_lost=self._journal_lost,
+            ),
             world=world,
-            rounding=rho(records=size, processes=world.size),
+            rounding=rounding,
             rehearse=rehearse,
             sums=_TYPES[sums],
             public_state=public_state,
+            caveats=self._given_caveats,
         )
-        self._saver = Saver(plan, self._step, self.accountant, world)
+        self._records = size
+        self._saver = Saver(plan, self._step)
         make_step_private(plan.optimizer, self._step)
         return plan.module, plan.optimizer, loader
 
@@ -319,16 +361,18 @@ class PrivacyEngine:
     def statement(self, delta: float) -> Statement:
         """Everything that may be said of the run so far."""
         step, _ = self._attached()
-        caveats = _caveats(step)
+        epsilon = self.get_epsilon(delta)
+        reasons = (*self.accountant.caveats, *step.run.step.reasons, *step.caveats())
         return Statement(
-            epsilon=self.get_epsilon(delta),
+            epsilon=epsilon,
             delta=delta,
             steps=self.accountant.steps,
-            bound=step.mechanism.bound,
-            is_guarantee=self.accountant.is_guarantee and not caveats,
+            bound=step.run.step.mechanism.bound,
+            is_guarantee=not reasons,
             assumptions=_assumptions(step),
-            caveats=caveats,
+            caveats=tuple(dict.fromkeys(reasons)),
             rounding=step.rounding,
+            warnings=caveats_of_target(epsilon, delta, records=self._records),
         )
 
     def set_budget(self, *, epsilon: float, delta: float) -> None:
@@ -340,14 +384,15 @@ class PrivacyEngine:
             BudgetExhaustedError: not even one step fits. Later, loader and optimizer raise it.
         """
         step, _ = self._attached()
-        step.budget = Budget(
-            Target(epsilon, delta), self.accountant, step.mechanism, step.sampling_prob
+        entry = step.run.step
+        step.run.budget = Budget(
+            Target(epsilon, delta), self.accountant, entry.mechanism, entry.sampling_prob
         )
 
     @property
     def remaining_steps(self) -> int | None:
         """How many more steps the budget allows; None without a budget."""
-        budget = self._attached()[0].budget
+        budget = self._attached()[0].run.budget
         return None if budget is None else budget.remaining_steps
 
     def save(
@@ -368,8 +413,7 @@ class PrivacyEngine:
             released, and at most one that was not.
 
         Args:
-            path: a file; all checkpoints of a run must be in one folder, and the first must not
-                take the place of another run's.
+            path: a file; the first must not take the place of another run's.
             scheduler: anything with a ``state_dict``.
             extra: plain values of yours, given back by :meth:`load`.
         """
@@ -385,20 +429,36 @@ class PrivacyEngine:
     ) -> Resumed:
         """Go on from a checkpoint, into a model, optimizer and loader made private as before.
 
-        Either everything is loaded or, if anything is refused, nothing is changed.
+        Either everything is loaded or, if anything is refused, nothing is changed. The process that
+        saved it must have ended, or have called :meth:`close`.
 
         Args:
             path: given to :meth:`save`.
             scheduler: the one given to :meth:`save`, made anew.
             fall_back: use the checkpoint before, if this one is corrupt. No step is forgotten.
             journal_lost: state that no step was taken after the checkpoint was written; needed
-                when there is no journal beside it, or a corrupt one.
+                when there is no journal beside it, or a corrupt one. The ledger will say so.
 
         Raises:
             CheckpointError: the file is corrupt, or of another model, optimizer or privacy setting.
         """
         saver = self._attached()[1]
         return saver.load(Path(path), scheduler, fall_back=fall_back, journal_lost=journal_lost)
+
+    def close(self) -> None:
+        """End the run in this process, so that another one may load what was saved of it.
+
+        Until then, a run of which anything was saved is held: two processes that go on with one run
+        would each count their own steps only. ``with PrivacyEngine() as engine`` closes it too.
+        """
+        if self._step is not None:
+            self._step.run.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _attached(self) -> tuple[PrivateStep, Saver]:
         if self._step is None or self._saver is None:
@@ -420,8 +480,11 @@ class PrivacyEngine:
         return self._step.skipped if self._step else 0
 
 
-def _default_sampler(mechanism: str) -> Sampler:
-    return OrdinaryGaussian() if mechanism == "gaussian" else SecureLaplace()
+def _sampler(given: Sampler | None, mechanism: str) -> Sampler:
+    law = "gaussian" if mechanism == "gaussian" else "laplace"
+    sampler = given or (SecureGaussian() if law == "gaussian" else SecureLaplace())
+    check_law(sampler, law)
+    return sampler
 
 
 def _schedule(loader: DataLoader, world: World) -> tuple[float, int]:
@@ -435,29 +498,6 @@ def _schedule(loader: DataLoader, world: World) -> tuple[float, int]:
             f"{world.size} processes, got {loader.batch_size}"
         )
     return batch / size, -(-size // batch)
-
-
-def _caveats(step: PrivateStep) -> tuple[str, ...]:
-    """Why there is no guarantee."""
-    caveats: list[str] = []
-    if not step.sampler.is_secure:
-        caveats.append("the noise comes from an ordinary generator: an experiment, not a release")
-    if step.rehearsal is None:
-        caveats.append(
-            "rehearse=False: nobody has checked that no record's gradient depends on others"
-        )
-    elif step.released and not step.rehearsal.has_compared_sizes:
-        caveats.append(
-            "batches of different sizes were not compared, because the loop or the collate "
-            "function draws random numbers that rehearsals cannot fix (of NumPy, say): use torch's"
-        )
-    if step.unchecked:
-        names = sorted(step.unchecked)
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        caveats.append(f"parameters were trained that no rehearsal has checked so far: {shown}")
-    if step.clipping.dtype != torch.float64:
-        caveats.append("sums='float32': what rounding does to norms and sums is not accounted")
-    return tuple(caveats)
 
 
 def _assumptions(step: PrivateStep) -> tuple[str, ...]:

@@ -1,23 +1,38 @@
-"""Saving and resuming a run: what is kept, what must fit, and how no released step is forgotten."""
+"""Checkpoints: what is kept of a run, what must fit, and that a refusal changes nothing."""
 
 # pyright: basic
 
+import copy
 import os
-import secrets
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lap2 import ledger
-from lap2.accountant import Accountant
+import torch
+from torch import Tensor
+
 from lap2.train import checkpoint
-from lap2.train.checkpoint import CheckpointError, Journal
-from lap2.train.distributed import World
+from lap2.train.journal import CheckpointError
 from lap2.train.plan import ReleasePlan
+from lap2.train.run import RUN, RunState
 from lap2.train.step import PrivateStep
 
 __all__ = ["Resumed", "Saver"]
+
+_FIELDS = {
+    RUN: dict,
+    "fingerprint": dict,
+    "model": dict,
+    "optimizer": dict,
+    "scheduler": (dict, type(None)),
+    "denoiser": dict,
+    "loader": (dict, type(None)),
+    "extra": dict,
+}
+"""What a checkpoint has, and of which types."""
 
 
 @dataclass(frozen=True)
@@ -39,122 +54,158 @@ class Resumed:
 
 
 class Saver:
-    """Writes and reads the checkpoints of one run, and starts its journal.
+    """Writes and reads the checkpoints of one run.
 
     Args:
         plan: the model, the optimizer and the clips.
         step: what every step does.
-        accountant: the run's ledger.
-        world: its processes.
     """
 
-    def __init__(
-        self, plan: ReleasePlan, step: PrivateStep, accountant: Accountant, world: World
-    ) -> None:
-        """Give the run a name of its own."""
-        self._plan, self._step, self._accountant, self._world = plan, step, accountant, world
-        self._run = secrets.token_hex(8)
-        self._lost = 0
+    def __init__(self, plan: ReleasePlan, step: PrivateStep) -> None:
+        """Remember what the optimizer was before it was private."""
+        self._plan, self._step = plan, step
         self._optimizer = type(plan.optimizer).__name__
+        self._has_saved = False
 
     def save(self, path: Path, scheduler: Any, extra: dict[str, Any]) -> None:
         """See :meth:`lap2.train.PrivacyEngine.save`."""
         step = self._step
-        journal = step.journal or Journal(path.parent, self._run)
-        if journal.path.parent.resolve() != path.parent.resolve():
-            raise ValueError(
-                f"path must be in {os.fspath(journal.path.parent)!r}, where the run's journal is, "
-                f"got {os.fspath(path)!r}"
-            )
-        if step.journal is None and path.exists():
+        if not self._has_saved and path.exists():
             raise ValueError(
                 f"path must be a new file, got {os.fspath(path)!r}, which holds the checkpoint of "
                 "another run: load it to continue that run, or choose another path"
             )
-        self._world.wait()  # all have looked before one writes
-        if self._world.rank == 0:
-            if step.journal is None:
-                journal.start(step.released)
+        step.world.wait()  # all have looked before one writes
+        step.run.start_journal(path.parent)
+        if step.world.rank == 0:
             step.schedules.restore(keep=True)  # in a rehearsal they may be ahead
             checkpoint.write(path, self._state(scheduler, extra))
-        step.journal = journal
-        self._world.wait()
+        self._has_saved = True
+        step.world.wait()
 
     def load(self, path: Path, scheduler: Any, *, fall_back: bool, journal_lost: bool) -> Resumed:
         """See :meth:`lap2.train.PrivacyEngine.load`."""
         step = self._step
-        if self._accountant.steps:
+        if step.run.released:
             raise RuntimeError("load must come before the first step: the ledger is not empty")
         state = _read(path, fall_back=fall_back)
-        self._check_fits(path, state, scheduler)
-        entries = ledger.loads(state["ledger"])
-        journal = Journal(path.parent, state["run"])
-        written = int(state["released"])
-        released = written if journal_lost else max(journal.steps(), written)
-        # Nothing was changed so far, and nothing is refused from here on.
-        self._plan.module.load_state_dict(state["model"])
-        self._plan.optimizer.load_state_dict(state["optimizer"])
-        if scheduler is not None:
-            scheduler.load_state_dict(state["scheduler"])
-        for entry in entries:
-            self._accountant.compose(
-                entry.mechanism, sampling_prob=entry.sampling_prob, steps=entry.steps
-            )
-        step.account(released - written)
-        step.denoiser.load_state_dict(state["denoiser"])
-        if step.loader is not None:
-            step.loader.load_state_dict(state["loader"])
-        self._run, self._lost = state["run"], state["lost"] + released - written
-        step.released, step.journal = released, journal
-        self._world.wait()  # all have read before one goes on writing
-        if self._world.rank == 0:
-            journal.start(released)
+        try:
+            self._check_fits(state, scheduler)
+            saved = RunState.of(state[RUN])
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        taken = step.run.take(saved, path.parent, journal_lost=journal_lost)
+        try:
+            with self._all_or_nothing(path, scheduler):
+                self._plan.module.load_state_dict(state["model"])
+                _load_plainly(self._plan.optimizer, state["optimizer"])
+                if scheduler is not None:
+                    scheduler.load_state_dict(state["scheduler"])
+                step.denoiser.load_state_dict(state["denoiser"])
+                if step.loader is not None:
+                    step.loader.load_state_dict(state["loader"])
+                lost = step.run.adopt(taken)
+        except BaseException:
+            step.run.give_back(taken)
+            raise
+        self._has_saved = True
         passes = step.loader.passes if step.loader else 0
-        return Resumed(released - self._lost, released - written, passes, state["extra"])
+        return Resumed(step.run.released - step.run.lost, lost, passes, state["extra"])
+
+    @contextmanager
+    def _all_or_nothing(self, path: Path, scheduler: Any) -> Iterator[None]:
+        """Put everything back as it was if not all of it can be loaded."""
+        step, plan = self._step, self._plan
+        held = [
+            (part.load_state_dict, copy.deepcopy(part.state_dict()))
+            for part in (plan.module, scheduler, step.denoiser, step.loader)
+            if part is not None
+        ]
+        optimizer = copy.deepcopy(_plain_state(plan.optimizer))
+        try:
+            yield
+        except Exception as error:
+            for load, before in held:
+                load(before)
+            _load_plainly(plan.optimizer, optimizer)
+            if isinstance(error, OSError):
+                raise
+            kind = type(error).__name__
+            raise CheckpointError(f"{path} does not fit this run: {kind}: {error}") from error
 
     def _state(self, scheduler: Any, extra: dict[str, Any]) -> dict[str, Any]:
         step = self._step
         return {
-            "run": self._run,
+            RUN: asdict(step.run.state()),
             "fingerprint": self._fingerprint(),
             "model": self._plan.module.state_dict(),
-            "optimizer": self._plan.optimizer.state_dict(),
+            "optimizer": _plain_state(self._plan.optimizer),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "ledger": self._accountant.to_json(),
             "denoiser": step.denoiser.state_dict(),
             "loader": step.loader.state_dict() if step.loader else None,
-            "released": step.released,
-            "lost": self._lost,
             "extra": extra,
         }
 
     def _fingerprint(self) -> dict[str, str]:
         """What must be the same for a checkpoint to fit, in words."""
         plan, step = self._plan, self._step
+        entry = step.run.step
         shapes = {name: tuple(t.shape) for name, t in plan.module.state_dict().items()}
         groups = [len(group["params"]) for group in plan.optimizer.param_groups]
         return {
             "model": repr(shapes),
             "optimizer": f"{self._optimizer} over {groups} parameters",
             "denoising": f"{step.denoiser.mode} {step.denoiser.tau}{' rotated' * plan.rotated}",
-            "mechanism": repr(step.mechanism),
-            "sampling probability": repr(step.sampling_prob),
+            "mechanism": repr(entry.mechanism),
+            "noise": entry.noise,
+            "sampling": entry.sampling,
+            "sampling probability": repr(entry.sampling_prob),
             "clips": repr(plan.clips),
             "divisor": repr(step.divisor),
         }
 
-    def _check_fits(self, path: Path, state: dict[str, Any], scheduler: Any) -> None:
+    def _check_fits(self, state: dict[str, Any], scheduler: Any) -> None:
+        if state.keys() != _FIELDS.keys():
+            raise CheckpointError(f"it must have the fields {', '.join(_FIELDS)}, and no others")
+        for name, kinds in _FIELDS.items():
+            if not isinstance(state[name], kinds):
+                raise CheckpointError(f"its {name} is of type {type(state[name]).__name__}")
         ours, theirs = self._fingerprint(), state["fingerprint"]
         for name, value in ours.items():
             if theirs.get(name) != value:
                 raise CheckpointError(
-                    f"{path} is of another run: its {name} is {theirs.get(name)}, not {value}"
+                    f"it is of another run: its {name} is {theirs.get(name)}, not {value}"
                 )
+        for name, value in self._plan.module.state_dict().items():
+            if not _is_like(state["model"].get(name), value):
+                raise CheckpointError(f"its {name!r} is not a tensor like the model's")
         if (scheduler is None) != (state["scheduler"] is None):
             raise CheckpointError(
-                f"{path} was saved with{'out' if state['scheduler'] is None else ''} a scheduler: "
+                f"it was saved with{'out' if state['scheduler'] is None else ''} a scheduler: "
                 "load it the same way"
             )
+        if (self._step.loader is None) != (state["loader"] is None):
+            raise CheckpointError("its loader is not of the kind that this run has")
+
+
+def _is_like(value: Any, other: Any) -> bool:
+    """Whether one may be copied to the other: ordinary tensors of one shape and type."""
+    if not isinstance(other, Tensor):
+        return type(value) is type(other)
+    return (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and (value.shape, value.dtype) == (other.shape, other.dtype)
+    )
+
+
+def _plain_state(optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state as its own class has it."""
+    return super(type(optimizer), optimizer).state_dict()
+
+
+def _load_plainly(optimizer: Any, state: dict[str, Any]) -> None:
+    super(type(optimizer), optimizer).load_state_dict(state)
 
 
 def _read(path: Path, *, fall_back: bool) -> dict[str, Any]:
