@@ -1,10 +1,18 @@
 """Recipes: what they hold, and what is refused."""
 
 import dataclasses
+import json
 
 import pytest
 
-from lap2.experiments.recipe import COLUMNS, Recipe, load_recipe, recipe_names
+from lap2.experiments.recipe import (
+    COLUMNS,
+    Recipe,
+    RecipeError,
+    load_recipe,
+    read_config,
+    recipe_names,
+)
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -53,13 +61,61 @@ def test_changes_win_over_the_file(tmp_path):
         ("holdout = -1", "holdout must be an integer at least 0"),
         ("delta = 1.0", "delta must be strictly between"),
         ("nonsense", "cannot be read"),
+        ("steps = 5\nsteps = 5", "cannot be read: Cannot overwrite"),
+        ("steps = [[1]]", "steps must be a text or a number, got a list"),
+        ("steps = 2020-01-01", "steps must be a text or a number, got a date"),
+        ("[steps]", "steps must be a text or a number, got a dict"),
+        ("steps = " + "9" * 5000, "cannot be read"),
+        ("steps = 0x" + "f" * 17, "steps must be a number of 64 bits, got one of 68"),
+        ("steps = 0x" + "f" * 9000, "steps must be a number of 64 bits, got one of 36000"),
+        ("epsilon = 0x" + "f" * 400, "epsilon must be a number of 64 bits"),
+        ("epsilon = true", "epsilon must be a finite number above 0, got True"),
+        ("epsilon = inf", "epsilon must be a finite number above 0, got inf"),
+        ("denoise = false", "denoise must be a finite number above 0"),
+        ("seed = " + "[" * 5000, "nested too deep"),
+        ("#" * 70_000, "at most 65536 bytes"),
     ],
 )
 def test_bad_recipes_are_refused_with_the_field_and_the_value(tmp_path, text, message):
     path = tmp_path / "bad.toml"
     path.write_text(text)
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(RecipeError, match=rf"bad\.toml.*{message}"):
         load_recipe(path)
+
+
+def test_a_recipe_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "bad.toml").write_bytes(b'dataset = "\xff"')
+    with pytest.raises(RecipeError, match=r"cannot be read: .*utf-8"):
+        load_recipe(tmp_path / "bad.toml")
+
+
+def test_a_whole_number_is_the_same_recipe_as_one_with_a_point(tmp_path):
+    (tmp_path / "whole.toml").write_text("epsilon = 2\nweight_decay = 0")
+    recipe = load_recipe(tmp_path / "whole.toml")
+    assert repr(recipe) == repr(Recipe(epsilon=2.0, weight_decay=0.0))
+
+
+def test_the_configuration_of_a_run_goes_around(tmp_path):
+    recipe = load_recipe("digits", denoise=0.5)
+    (tmp_path / "config.json").write_text(json.dumps(recipe.asdict()))
+    assert read_config(tmp_path / "config.json") == recipe
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"steps": 5, "steps": 6}', "name every field once"),
+        (b'{"epsilon": NaN}', "finite numbers only"),
+        (b"[" * 9999, "nested so deep"),
+        (b"[]", "must hold the fields"),
+        (b"\xff", "cannot be read"),
+        (b'{"steps": "5"}', "steps must be an integer"),
+    ],
+)
+def test_a_configuration_that_cannot_be_meant_is_refused(tmp_path, content, message):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(RecipeError, match=rf"config\.json.*{message}"):
+        read_config(tmp_path / "config.json")
 
 
 def test_unknown_names_are_refused():

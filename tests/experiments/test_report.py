@@ -58,3 +58,8 @@ def test_every_experiment_has_a_place_on_the_page_or_says_how_to_make_it(tmp_pat
     assert "old" not in text
     assert text.count("No results yet") == len(EXPERIMENTS)
     assert text.count("a\n") >= len(EXPERIMENTS) <= text.count("b\n")
+
+
+def test_a_place_for_an_experiment_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"places for table2.*got 'table9'"):
+        filled("<!-- table9 -->\n<!-- end -->\n", tmp_path, tmp_path)

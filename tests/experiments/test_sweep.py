@@ -1,5 +1,6 @@
 """Sweeps: every run once, interrupted ones continued, tables and figures from rows."""
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from lap2.cli import app
 from lap2.experiments import reproduce, run, sweep, tables
+from lap2.experiments.formats import FormatError
 from lap2.experiments.recipe import COLUMNS, load_recipe
 from lap2.experiments.reproduce import EXPERIMENTS, Cell, Experiment, Tuning
 from lap2.experiments.show import show
@@ -101,7 +103,20 @@ def written(folder):
 
 
 def fake_row(job):
-    return {"key": job.key, "labels": {}, "accuracy": 0.5}
+    return {
+        "key": job.key,
+        "labels": dict(job.labels),
+        "accuracy": 0.5,
+        "evaluated_on": "test",
+        "noise_multiplier": 1.0,
+        "exact_epsilon": 1.5,
+        "steps": 4,
+        "lost_steps": 0,
+        "seconds": 0.1,
+        "lap2": "0.1.0",
+        "curve": [[4, 0.5]],
+        "recipe": job.recipe.asdict(),
+    }
 
 
 def test_an_engine_that_is_missing_is_named(tmp_path, monkeypatch):
@@ -110,11 +125,80 @@ def test_an_engine_that_is_missing_is_named(tmp_path, monkeypatch):
         finish([job()], tmp_path, backend="ray")
 
 
-def test_a_damaged_results_file_is_refused_with_the_line(tmp_path):
+FULL = {"experiment": "figure5", "scale": "full", "dataset": "mnist", "column": "exact",
+        "epsilon": "0.88", "phase": "final", "factor": "0.5", "clip": "10"}  # fmt: skip
+
+
+def changed(name, value, inside=None):
+    made = fake_row(job(0, **FULL))
+    target = made if inside is None else made[inside]
+    if value is None:
+        del target[name]
+    else:
+        target[name] = value
+    return json.dumps(made)
+
+
+def test_a_row_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"key": "a"}\n{"key": ')
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2, must be a row"):
+    rows = [fake_row(job(0, **FULL)), fake_row(job(1))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert sweep.read_rows(path) == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"key": ', "it must be JSON"),
+        ("", "it must be JSON"),
+        ("[" * 10**5, "nested so deep"),
+        ("1" * 5000, "integers of at most 18 digits"),
+        ("[1]", "exactly the fields key, labels"),
+        (changed("key", "a"), "key must be that of the recipe and the labels"),
+        (changed("seed", 3, "recipe"), "key must be that of the recipe and the labels"),
+        (changed("stepz", 3, "recipe"), "only the fields .*'stepz'"),
+        (changed("steps", 0, "recipe"), "steps must be an integer at least 1"),
+        (changed("more", 1), "exactly the fields"),
+        (changed("accuracy", None), "exactly the fields"),
+        (changed("accuracy", 1.5), "accuracy must be a share"),
+        (changed("accuracy", 1), "accuracy must be a share, as a float, got 1"),
+        (changed("accuracy", float("nan")), "finite numbers only, got NaN"),
+        (changed("exact_epsilon", float("inf")), "finite numbers only, got Infinity"),
+        (changed("exact_epsilon", -1.0), "exact_epsilon must be a float at least 0"),
+        (changed("noise_multiplier", "1.0"), "noise_multiplier must be a float"),
+        (changed("steps", True), "steps must be an integer at least 0, got True"),
+        (changed("steps", 4.0), "steps must be an integer at least 0, got 4.0"),
+        (changed("lost_steps", -1), "lost_steps must be an integer"),
+        (changed("evaluated_on", "train"), "evaluated_on must be test or holdout"),
+        (changed("curve", [[4, 0.5, 1]]), "curve must be a list"),
+        (changed("curve", [[4.0, 0.5]]), "curve must be a list"),
+        (changed("lap2", "<script>"), "lap2 must be a version"),
+        (changed("dataset", "a|b", "labels"), "labels must be short words"),
+        (changed("dataset", "x\n", "labels"), "labels must be short words"),
+        (changed("dataset", "x" * 61, "labels"), "labels must be short words"),
+        (changed("epsilon", "nan", "labels"), "labels must be short words"),
+        (changed("clip", None, "labels"), "those of its experiment among them"),
+        (changed("scale", None, "labels"), "those of its experiment among them"),
+        (changed("key", "a")[:-1] + ', "key": "b"}', "name every field once"),
+    ],
+)
+def test_what_is_no_row_is_refused_with_the_line_and_the_field(tmp_path, line, words):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(fake_row(job())) + "\n" + line + "\n")
+    with pytest.raises(FormatError, match=rf"rows\.jsonl, line 2, must be a row.*{words}"):
         sweep.read_rows(path)
+
+
+def test_what_is_no_text_is_no_results_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xff")
+    with pytest.raises(FormatError, match=r"rows\.jsonl must be text in UTF-8"):
+        sweep.read_rows(path)
+
+
+def test_labels_that_could_not_be_read_again_are_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ValueError, match="labels must be short words"):
+        finish([job(0, name="a|b")], tmp_path)
 
 
 def test_keys_tell_runs_apart():
@@ -201,7 +285,8 @@ def tiny_experiment(_scale):
     cells = []
     for column in ("gaussian", "denoised"):
         changes = COLUMNS[column]
-        labels = {"experiment": "table2", "dataset": "mnist", "column": column, "epsilon": "8"}
+        labels = {"experiment": "table2", "scale": "small", "dataset": "mnist"}
+        labels |= {"column": column, "epsilon": "8"}
         recipe = replace(TINY, **changes)
         cells.append(Cell(labels, recipe, seeds=2, tuning=Tuning(labels, recipe, holdout=100)))
     return cells

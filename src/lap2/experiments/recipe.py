@@ -9,11 +9,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lap2 import _validate
+from lap2.experiments.formats import content_of, parsed_json
 
-__all__ = ["BACKBONES", "COLUMNS", "PARTS", "Recipe", "load_recipe", "recipe_names"]
+__all__ = [
+    "BACKBONES",
+    "COLUMNS",
+    "PARTS",
+    "Recipe",
+    "RecipeError",
+    "load_recipe",
+    "read_config",
+    "recipe_names",
+]
 
 BACKBONES = ("dinov2-s", "efficientnet-lite0", "tiny-vit", "vit-b16")
 PARTS = ("head", "block", "all")
@@ -30,7 +40,13 @@ COLUMNS: dict[str, dict[str, str]] = {
 accountant (no guarantee), Lap2 accounted exactly, and that denoised."""
 
 
+_MOST_BYTES = 1 << 16
+_MOST_DIGITS_OF_TWO = 63
 _OF_BACKBONES = f"BACKBONE/PART with {', '.join(BACKBONES)} and {', '.join(PARTS)}"
+
+
+class RecipeError(ValueError):
+    """A recipe cannot be read, or a field of it is unknown or has a value it cannot have."""
 
 
 def _about(default: Any, text: str) -> Any:
@@ -105,22 +121,34 @@ class Recipe:
         Args:
             values: by field name; what is missing has its default.
             where: what to call the source of the values in an error.
+
+        Raises:
+            RecipeError: that is not a recipe; it names the field, the rule and the value.
         """
-        known = {f.name: f for f in fields(cls)}
-        for name, value in values.items():
-            if name not in known:
-                raise ValueError(f"{where} must have only the fields {', '.join(known)}: {name!r}")
-            if (
-                isinstance(known[name].default, str)
-                and name != "denoise"
-                and not isinstance(value, str)
-            ):
-                raise TypeError(f"{name} must be a text, got {value!r}")
-        return cls(**values)
+        known = {f.name: f.default for f in fields(cls)}
+        if unknown := [name for name in values if name not in known]:
+            raise RecipeError(
+                f"{where} must have only the fields {', '.join(known)}: {unknown[0]!r:.80}"
+            )
+        try:
+            return cls(**{name: _typed(name, known[name], values[name]) for name in values})
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"{where}: {error}") from error
 
     def asdict(self) -> dict[str, Any]:
         """Plain values by field name, as :meth:`of` takes them."""
         return asdict(self)
+
+
+def _typed(name: str, default: Any, value: Any) -> Any:
+    """The value, if a recipe can hold it there; a whole number where any number may be is one."""
+    if type(value) not in (str, bool, int, float):
+        raise TypeError(f"{name} must be a text or a number, got a {type(value).__name__}")
+    if isinstance(default, str) and name != "denoise" and not isinstance(value, str):
+        raise TypeError(f"{name} must be a text, got a {type(value).__name__}")
+    if isinstance(value, int) and value.bit_length() > _MOST_DIGITS_OF_TWO:
+        raise ValueError(f"{name} must be a number of 64 bits, got one of {value.bit_length()}")
+    return float(value) if isinstance(default, float) and type(value) is int else value
 
 
 def recipe_names() -> list[str]:
@@ -136,22 +164,41 @@ def load_recipe(name: str | Path, **changes: Any) -> Recipe:
         changes: fields to set differently.
 
     Raises:
-        ValueError: there is none, or it is not a recipe.
+        RecipeError: there is none, or it is not a recipe.
     """
     if str(name).endswith(".toml"):
         source: Any = Path(name)
     elif str(name) in recipe_names():
         source = _shipped() / f"{name}.toml"
     else:
-        raise ValueError(
+        raise RecipeError(
             f"recipe must be one of {', '.join(recipe_names())}, or the path of a .toml file; "
             f"got {str(name)!r}"
         )
+    where = f"recipe {str(name)!r}"
     try:
-        values = tomllib.loads(source.read_text(encoding="utf-8"))
+        text = content_of(source, most=_MOST_BYTES).decode()
+        values = tomllib.loads(text)
     except (OSError, ValueError) as error:
-        raise ValueError(f"recipe {str(name)!r} cannot be read: {error}") from error
-    return Recipe.of({**values, **changes}, where=f"recipe {str(name)!r}")
+        raise RecipeError(f"{where} cannot be read: {error}") from error
+    except RecursionError:
+        raise RecipeError(f"{where} cannot be read: it is nested too deep") from None
+    return Recipe.of({**values, **changes}, where=where)
+
+
+def read_config(path: Path) -> Recipe:
+    """The recipe of a run, from its ``config.json``.
+
+    Raises:
+        RecipeError: it holds none.
+    """
+    try:
+        values = parsed_json(content_of(path, most=_MOST_BYTES).decode(), str(path))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} must hold the fields of a recipe")
+    return Recipe.of(cast("dict[str, Any]", values), where=str(path))
 
 
 def _shipped() -> Any:

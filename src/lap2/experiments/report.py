@@ -34,6 +34,10 @@ def filled(text: str, results: Path, images: Path) -> str:
                 row for path in sorted(results.glob("*.jsonl")) for row in read_rows(path)
             ]
             shown = Shown((costs(everything),) if everything else (), ())
+        elif name not in EXPERIMENTS:
+            raise ValueError(
+                f"page must have places for {', '.join(EXPERIMENTS)} and costs only, got {name!r}"
+            )
         else:
             source = EXPERIMENTS[name].rows_of or name
             shown = show(name, read_rows(results / f"{source}.jsonl"), images / name)

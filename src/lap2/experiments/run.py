@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lap2.calibration import calibrate_noise
-from lap2.experiments.recipe import Recipe
+from lap2.experiments.recipe import Recipe, RecipeError, read_config
 from lap2.experiments.tasks import Task, load_task
 from lap2.ledger import write_text
 from lap2.mechanism import NotAGuaranteeWarning, PublishedLaplace
@@ -86,9 +86,9 @@ def resume(folder: Path, *, progress: bool = True) -> Result:
         raise ValueError(f"folder must hold an interrupted run; {os.fspath(folder)!r} is finished")
     config = folder / "config.json"
     try:
-        recipe = Recipe.of(json.loads(config.read_text(encoding="utf-8")), where=str(config))
-    except (TypeError, ValueError, OSError) as error:
-        raise ValueError(f"{config} must hold the recipe of the run: {error}") from error
+        recipe = read_config(config)
+    except RecipeError as error:
+        raise RecipeError(f"{config} must hold the recipe of the run: {error}") from error
     run = _Run(recipe, load_task(recipe), folder)
     with run.engine:
         run.load()

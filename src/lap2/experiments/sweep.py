@@ -11,9 +11,11 @@ import contextlib
 import hashlib
 import importlib
 import json
+import math
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lap2 import _validate
+from lap2.experiments.formats import FormatError, content_of, parsed_json
 from lap2.experiments.recipe import Recipe
 
 __all__ = ["Job", "Row", "finish", "read_rows"]
@@ -57,24 +60,107 @@ def _nine_digits(value: Any) -> Any:
     return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
+_MOST_BYTES = 1 << 26
+_MOST_POINTS = 100_000
+_WORD = re.compile(r"[\w.+-]{1,60}", re.ASCII)
+"""Labels and versions: they get into pages and pictures."""
+_NUMBERS = {"epsilon", "factor", "batch", "clip", "prob", "noise"}
+"""Labels that are read as numbers."""
+_WHOLE = {
+    "experiment": {"scale", "dataset", "column", "epsilon", "phase", "factor"},
+    "figure5": {"clip"},
+    "figure6": {"prob", "noise"},
+    "figure10": {"batch"},
+    "figure11": {"batch"},
+    "cifar10": {"recipe"},
+    "cifar10-block": {"recipe"},
+}
+"""Other labels that a row has if it has this one, or this experiment."""
+
+
 def read_rows(path: Path) -> list[Row]:
     """The rows of a results file, in its order; none if there is no file.
 
     Raises:
-        ValueError: a line is not a row.
+        FormatError: a line is not a row; it names the line, the field and the rule.
     """
     if not path.exists():
         return []
+    try:
+        lines = content_of(path, most=_MOST_BYTES).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path} must be text in UTF-8: {error}") from None
     rows: list[Row] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}, must be a row of results"
         try:
-            row = json.loads(line)
-            rows.append({**row, "key": row["key"]})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}, line {number}, must be a row of results: {error!r}"
-            ) from error
+            rows.append(_checked(parsed_json(line, "it")))
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{where}: {error}") from error
     return rows
+
+
+def _checked(row: Any) -> Row:
+    if not isinstance(row, dict) or row.keys() != _RULES.keys():
+        raise FormatError(f"it must be an object with exactly the fields {', '.join(_RULES)}")
+    for name, (rule, holds) in _RULES.items():
+        if not holds(row[name]):
+            raise FormatError(f"{name} must be {rule}, got {repr(row[name])[:80]}")
+    job = Job(Recipe.of(row["recipe"]), row["labels"])
+    if row["key"] != job.key:
+        raise FormatError(f"key must be that of the recipe and the labels, {job.key}")
+    return row
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and bool(_WORD.fullmatch(value))
+
+
+def _is_number(value: Any, most: float = math.inf) -> bool:
+    return type(value) is float and 0 <= value <= most
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_labels(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(_is_word(w) for item in value.items() for w in item):
+        return False
+    needed = set[str]()
+    if "experiment" in value:
+        needed = _WHOLE["experiment"] | _WHOLE.get(value["experiment"], set())
+    return needed <= value.keys() and all(_says_number(value[n]) for n in _NUMBERS & value.keys())
+
+
+def _says_number(text: str) -> bool:
+    return bool(re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII)) and float(text) > 0
+
+
+def _is_curve(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= _MOST_POINTS
+        and all(isinstance(point, list) and len(point) == 2 for point in value)
+        and all(_is_count(step) and _is_number(accuracy, 1) for step, accuracy in value)
+    )
+
+
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "key": ("16 hexadecimal digits", _is_word),
+    "labels": ("short words by name, those of its experiment among them", _are_labels),
+    "accuracy": ("a share, as a float", lambda value: _is_number(value, 1)),
+    "evaluated_on": ("test or holdout", lambda value: value in ("test", "holdout")),
+    "noise_multiplier": ("a float at least 0", _is_number),
+    "exact_epsilon": ("a float at least 0", _is_number),
+    "steps": ("an integer at least 0", _is_count),
+    "lost_steps": ("an integer at least 0", _is_count),
+    "seconds": ("a float at least 0", _is_number),
+    "lap2": ("a version", _is_word),
+    "curve": ("a list of steps, each with an accuracy", _is_curve),
+    "recipe": ("an object", lambda value: isinstance(value, dict)),
+}
+"""What a row must hold: in words, and as a test."""
 
 
 def finish(
@@ -101,6 +187,9 @@ def finish(
     count = (
         os.cpu_count() or 1 if workers is None else _validate.integer("workers", workers, least=1)
     )
+    for job in jobs:
+        if not _are_labels(dict(job.labels)):
+            raise ValueError(f"labels must be {_RULES['labels'][0]}, got {dict(job.labels)!r}")
     done = {row["key"]: row for row in read_rows(results)}
     missing = [job for job in {job.key: job for job in jobs}.values() if job.key not in done]
     results.parent.mkdir(parents=True, exist_ok=True)
