@@ -1,13 +1,13 @@
 """The command line as a user meets it."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import lap2
 from lap2.cli import app
-from lap2.cli.show import rounded_up
 
 RUN = ["--noise-multiplier", "1", "--sampling-prob", "0.0043", "--steps", "5860"]
 
@@ -162,11 +162,6 @@ def test_figure_writes_three_files(tmp_path):
     assert invoke("figure", "nonsense").exit_code == 2
 
 
-def test_printed_numbers_are_still_bounds():
-    for value in (1.966460001, 0.311331234, 9.99999999, 1e-5, 123456.5, 2.0, 1e-300):
-        assert value <= float(rounded_up(value)) <= value * (1 + 1.1e-5)
-
-
 def test_readme_shows_the_real_output(request):
     readme = (request.config.rootpath / "README.md").read_text()
     command = next(line for line in readme.splitlines() if "$ lap2 epsilon" in line)
@@ -186,3 +181,50 @@ def test_import_is_light():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
     assert lap2.__version__
+
+
+def test_targets_that_promise_little_are_warned_of():
+    run = ["epsilon", *RUN, "--dimension", "26010"]
+    assert "warning" not in invoke(*run, "--delta", "1e-5").output
+    assert "delta = 0.01 is large" in invoke(*run, "--delta", "0.01").output
+    (said,) = json.loads(invoke(*run, "--delta", "0.01", "--json").output)["warnings"]
+    assert said.startswith("delta = 0.01 is large")
+    data = ["--dataset-size", "60000", "--batch-size", "258", "--epochs", "1"]
+    target = ["--epsilon", "12", "--delta", "2e-5"]
+    for command in (["calibrate", *data], ["plan", *data, "--dimension", "10"]):
+        output = " ".join(invoke(*command, *target).output.split())
+        assert "warning delta = 2e-05 is at or above 1/60000" in output
+        assert "warning epsilon = 12 is large" in output
+        assert len(json.loads(invoke(*command, *target, "--json").output)["warnings"]) == 2
+        assert "warning" not in invoke(*command, *TARGET).output
+
+
+def test_delta_is_printed_as_given_and_what_is_found_is_rounded_up():
+    given = repr(1 / 60_000)
+    assert given in invoke("epsilon", *RUN, "--delta", given).output
+    output = invoke("delta", *RUN, "--epsilon", "1.9702").output
+    exact = json.loads(invoke("delta", *RUN, "--epsilon", "1.9702", "--json").output)["delta"]
+    assert float(output.split("delta")[1].split()[0]) >= exact
+    assert "1.9702 " in output
+
+
+def test_train_prints_delta_as_given_and_the_warnings_of_its_statement(capsys):
+    from lap2.cli.training import _show
+    from lap2.experiments.run import Result
+    from lap2.train.engine import Statement
+
+    statement = Statement(
+        epsilon=1.0000001,
+        delta=1 / 60_000,
+        steps=1,
+        bound="exact",
+        is_guarantee=True,
+        assumptions=(),
+        caveats=(),
+        rounding=0.0,
+        warnings=("little is promised",),
+    )
+    _show(Result("digits", 0.9, "test", statement, 1.0, 1.0, Path("runs"), 1, 1, 0, ()))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"epsilon 1.00001 at delta {1 / 60_000!r}" in printed
+    assert "warning little is promised" in printed

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lap2 import _validate
+from lap2._digits import rounded_up
 from lap2.accountant import Accountant
 from lap2.divergence import worst_shift
 from lap2.mechanism import Joint, Mechanism, SingleGroup
@@ -125,8 +126,8 @@ def calibrate_noise(
         least = target.spent_by(Joint(fixed), sampling_prob, steps) if fixed else 0.0
         if least >= target.epsilon:
             raise CalibrationError(
-                f"epsilon must be above {least:.6g} with {steps} steps at delta {delta:g}: the "
-                f"groups whose noise is fixed spend that much; got {epsilon!r}"
+                f"epsilon must be above {rounded_up(least)} with {steps} steps at delta {delta!r}: "
+                f"the groups whose noise is fixed spend that much; got {epsilon!r}"
             )
     shift = worst_shift(start)
     moved = math.sqrt(shift.quadratic + float(shift.counts @ shift.values**2))
@@ -183,8 +184,8 @@ def calibrate_steps(
     if not fits(1):
         least = target.spent_by(mechanism, sampling_prob, 1)
         raise CalibrationError(
-            f"epsilon must be at least {least:.6g}, what one step spends at delta {delta:g}; "
-            f"got {epsilon!r}"
+            f"epsilon must be at least {rounded_up(least)}, what one step spends at delta "
+            f"{delta!r}; got {epsilon!r}"
         )
     if fits(limit):
         return limit
@@ -215,8 +216,8 @@ def calibrate_sampling_prob(
         return 1.0
     if spent(least) > target.epsilon:
         raise CalibrationError(
-            f"epsilon must be at least {spent(least):.6g} with {steps} steps at delta {delta:g}, "
-            f"even at sampling probability 1e-12; got {epsilon!r}"
+            f"epsilon must be at least {rounded_up(spent(least))} with {steps} steps at delta "
+            f"{delta!r}, even at sampling probability 1e-12; got {epsilon!r}"
         )
     return math.exp(_boundary(spent, target.epsilon, private=least, start=-1.0, other=0.0))
 

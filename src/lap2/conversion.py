@@ -22,6 +22,8 @@ _ORDER_LIMIT = 2**20
 _START_LIMIT = 64
 """Larger orders cost more, so the search climbs to them from here."""
 _ULPS = 8 * 2.0**-52
+"""More than the terms of a score can err by rounding. An epsilon carries three times as much, so
+that :func:`smallest_delta`, which adds its own share, gives back the delta it is for, or less."""
 _GOLDEN = (3 - math.sqrt(5)) / 2
 
 
@@ -53,7 +55,7 @@ def smallest_epsilon(
 
     def score(lam: float, alpha: float) -> float:
         c = _offset(lam, conversion)
-        return (alpha + c - log_delta + _ULPS * (alpha - c - log_delta)) / lam
+        return (alpha + c - log_delta + 3 * _ULPS * (alpha - c - log_delta)) / lam
 
     def stationary(intercept: float, _: float) -> float:
         return math.exp(min(700.0, intercept - log_delta)) - 1
@@ -80,7 +82,8 @@ def smallest_delta(
 
     def score(lam: float, alpha: float) -> float:
         c = _offset(lam, conversion)
-        return alpha + c - lam * epsilon + _ULPS * (alpha - c + lam * epsilon)
+        # Nothing larger than alpha is formed, which may be close to the largest float.
+        return alpha - lam * epsilon + c + (_ULPS * alpha + _ULPS * lam * epsilon - _ULPS * c)
 
     def stationary(_: float, slope: float) -> float:
         return 1 / math.expm1(min(700.0, slope - epsilon)) if slope > epsilon else math.inf
@@ -90,7 +93,7 @@ def smallest_delta(
 
     guess = epsilon / max(moments.curvature, 1e-300)
     log_delta, order = _minimise(moments, score, stationary, enough, guess)
-    return max(math.exp(min(0.0, log_delta)), 5e-324), order
+    return min(1.0, math.nextafter(math.exp(min(0.0, log_delta)), math.inf)), order
 
 
 def _offset(lam: float, conversion: Conversion) -> float:

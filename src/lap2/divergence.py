@@ -37,7 +37,8 @@ def log_f(x: ArrayLike, eta: ArrayLike) -> Floats:
         eta: orders, real, 0 or at least 1; broadcast against ``x``.
 
     Returns:
-        The values, with relative error below 1e-14 everywhere and no overflow.
+        The values, with relative error below 1e-14 and no overflow. Shifts below 1e-150, whose
+        squares leave the range of floats, are not met: see :func:`ratio` and the largest dimension.
     """
     x, eta = np.asarray(x, dtype=np.float64), np.asarray(eta, dtype=np.float64)
     growth = (eta - 1) * x
@@ -73,7 +74,8 @@ class Shift:
         """The l1 norm of the shift: the epsilon of one unsampled release with delta = 0."""
         if self.quadratic > 0:
             return math.inf
-        return float(self.counts @ self.values)
+        with np.errstate(over="ignore"):
+            return float(self.counts @ self.values)
 
 
 def log_moment(shift: Shift, eta: ArrayLike) -> Floats:
@@ -91,8 +93,9 @@ def log_moment(shift: Shift, eta: ArrayLike) -> Floats:
 def ratio(noise_multiplier: float) -> float:
     """``rho = C / b``, infinite for zero noise.
 
-    Never below 1e-100: more noise than that buys nothing, and no square of it underflows to a
-    release that looks free.
+    Never below 1e-100: more noise than that buys nothing. Spread over fewer than 2^63 coordinates
+    it leaves shifts above 1e-110, whose squares and their sums over all coordinates are ordinary
+    floats: nothing underflows to a release that looks free.
     """
     return max(1 / noise_multiplier, 1e-100) if noise_multiplier else math.inf
 

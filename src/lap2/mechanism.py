@@ -61,8 +61,8 @@ class Laplace(_Scaled):
 
     Attributes:
         noise_multiplier: b / C.
-        dimension: number of coordinates, or ``math.inf`` for the bound that holds in every
-            dimension (it equals the Gaussian mechanism with sigma = b).
+        dimension: number of coordinates, below 2^63, or ``math.inf`` for the bound that holds in
+            every dimension (it equals the Gaussian mechanism with sigma = b).
 
     Formal guarantee:
         The moments are exact for the worst pair of neighbours (docs/theory.md, theorem 1).

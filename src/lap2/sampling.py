@@ -104,7 +104,8 @@ class _Rows:
         prob = np.array([[prob] for _, prob, _ in rows])
         with np.errstate(over="ignore"):
             squares = self._per_release(self.counts * self.values**2) + self.quadratic
-            self.curvature = float(self.weights @ (prob**2 * squares)[:, 0])
+            self.curvature = float(self.weights @ (prob * (prob * squares))[:, 0])
+        self.least = np.where(squares[:, 0] > 0, 1e-300, 0.0)
         self.table = np.empty((0, 0))
         self.sampled = rows[0][1] < 1
         if self.sampled:
@@ -118,7 +119,8 @@ class _Rows:
                 alpha = np.logaddexp(0.0, self._log_excess(trials))
             else:
                 alpha = self._moments(np.array([float(trials)]))[:, 0]
-            total = float(self.weights @ alpha)
+            # What underflows is not free.
+            total = float(self.weights @ np.maximum(alpha, self.least))
         return math.inf if math.isnan(total) else total
 
     def _per_release(self, per_value: Floats) -> Floats:

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from lap2 import _validate
+from lap2._digits import as_given
 
 __all__ = ["caveats_of_target"]
 
@@ -46,14 +47,14 @@ def _of_delta(delta: float, records: Any | None) -> tuple[str, ...]:
         if delta < 1 / size:
             return ()
         return (
-            f"delta = {delta:g} is at or above 1/{size}: publishing each record with probability "
-            "delta, one whole record or more on average, meets it too",
+            f"delta = {as_given(delta)} is at or above 1/{size}: publishing each record with "
+            "probability delta, one whole record or more on average, meets it too",
         )
     if delta < _LARGE_DELTA:
         return ()
     return (
-        f"delta = {delta:g} is large: publishing each record with probability delta meets it too, "
-        "and it should be far below 1 over the number of records",
+        f"delta = {as_given(delta)} is large: publishing each record with probability delta meets "
+        "it too, and it should be far below 1 over the number of records",
     )
 
 

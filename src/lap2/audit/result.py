@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from lap2._digits import rounded_down
+
 __all__ = ["Bound", "Check", "Result", "combined", "judged"]
 
 Verdict = Literal["consistent", "violated"]
@@ -117,8 +119,7 @@ def judged(
     """
     lower = max([0.0, *(bound.epsilon_lower for bound in bounds if not bound.assumption)])
     level_of_each = check_error / max(1, len(checks))
-    shown = math.floor(1e4 * lower) / 1e4 if math.isfinite(lower) else lower
-    evidence = [f"epsilon is above {shown:g}"] if lower > claimed_epsilon else []
+    evidence = [f"epsilon is above {rounded_down(lower)}"] if lower > claimed_epsilon else []
     evidence += [
         f"{check.name}: {check.observed}, expected {check.expected} (p = {check.p_value:.1e})"
         for check in checks

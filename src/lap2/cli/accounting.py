@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lap2._digits import as_given, rounded_down, rounded_up
 from lap2.accountant import Accountant, Answer
 from lap2.bracket import Bracket
 from lap2.bracket import bracket as enclose
@@ -28,9 +29,10 @@ from lap2.cli.options import (
     Steps,
     input_checked,
 )
-from lap2.cli.show import print_json, rounded_down, rounded_up, warn_unless
+from lap2.cli.show import add_warnings, print_json, warn_unless
 from lap2.mechanism import SingleGroup
 from lap2.planner import steps_for
+from lap2.sense import caveats_of_target
 
 
 def epsilon(
@@ -47,7 +49,8 @@ def epsilon(
     """The epsilon of a run at a given delta, rounded up."""
     step, accountant = _compose(mechanism, noise_multiplier, dimension, sampling_prob, steps)
     answer = input_checked(lambda: accountant.answer(delta=delta))
-    _show(step, answer, as_json, enclose(accountant, delta) if bracket else None)
+    enclosure = enclose(accountant, delta) if bracket else None
+    _show(step, answer, as_json, enclosure=enclosure, given="delta")
 
 
 def delta(
@@ -62,7 +65,8 @@ def delta(
 ) -> None:
     """The delta of a run at a given epsilon, rounded up."""
     step, accountant = _compose(mechanism, noise_multiplier, dimension, sampling_prob, steps)
-    _show(step, input_checked(lambda: accountant.answer(epsilon=epsilon)), as_json)
+    answer = input_checked(lambda: accountant.answer(epsilon=epsilon))
+    _show(step, answer, as_json, given="epsilon")
 
 
 def calibrate(
@@ -103,12 +107,13 @@ def calibrate(
                 "mechanism": repr(step),
                 "bound": step.bound,
                 **asdict(answer),
+                "warnings": caveats_of_target(answer.epsilon, delta, records=dataset_size),
             }
         )
         return
     console = Console()
     console.print(f"[bold]noise multiplier  {rounded_up(step.noise_multiplier)}[/] (b / C)")
-    _show(step, answer, as_json=False)
+    _show(step, answer, as_json=False, given="delta", records=dataset_size)
 
 
 class _Schedule(NamedTuple):
@@ -156,28 +161,46 @@ def _compose(
 
 
 def _show(
-    step: SingleGroup, answer: Answer, as_json: bool, enclosure: Bracket | None = None
+    step: SingleGroup,
+    answer: Answer,
+    as_json: bool,
+    *,
+    given: str,
+    enclosure: Bracket | None = None,
+    records: int | None = None,
 ) -> None:
-    facts: dict[str, Any] = {"mechanism": repr(step), "bound": step.bound, **asdict(answer)}
+    """Print an answer, of which epsilon or delta was given."""
+    warnings = caveats_of_target(answer.epsilon, answer.delta, records=records)
+    facts: dict[str, Any] = {
+        "mechanism": repr(step),
+        "bound": step.bound,
+        **asdict(answer),
+        "warnings": warnings,
+    }
     if enclosure:
         facts["bracket"] = [enclosure.lower, enclosure.upper]
     if as_json:
         print_json(facts)
         return
     rows = Table.grid(padding=(0, 2))
-    rows.add_row("[bold]epsilon[/]", f"[bold]{rounded_up(answer.epsilon)}[/]")
+    epsilon, delta = (
+        (as_given if name == given else rounded_up)(value)
+        for name, value in (("epsilon", answer.epsilon), ("delta", answer.delta))
+    )
+    rows.add_row("[bold]epsilon[/]", f"[bold]{epsilon}[/]")
     if enclosure:
         rows.add_row(
             "bracket",
             f"{rounded_down(enclosure.lower)} to {rounded_up(enclosure.upper)}: "
             "the truth lies between",
         )
-    rows.add_row("[bold]delta[/]", f"[bold]{rounded_up(answer.delta)}[/]")
+    rows.add_row("[bold]delta[/]", f"[bold]{delta}[/]")
     rows.add_row("mechanism", repr(step))
     rows.add_row("bound", step.bound)
     rows.add_row("order", _order(answer))
     rows.add_row("adjacency", answer.adjacency)
     rows.add_row("sampling", f"{answer.sampling}, {answer.steps} steps")
+    add_warnings(rows, warnings)
     console = Console()
     console.print(rows)
     warn_unless(answer.is_guarantee, console)

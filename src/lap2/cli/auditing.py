@@ -6,6 +6,7 @@ Exit codes: 0 consistent with the claim, 1 the claim is violated, 2 bad input.
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
+from decimal import Decimal
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +16,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lap2 import _validate
+from lap2._digits import as_given, rounded_down, rounded_up
 from lap2.cli.options import AsJson, input_checked, integer, number
-from lap2.cli.show import print_json, rounded_down, rounded_up
+from lap2.cli.show import print_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -284,14 +286,17 @@ def _show(result: "Result", console: Console) -> None:
     rows = Table.grid(padding=(0, 2))
     rows.add_row("[bold]verdict[/]", f"[bold {colour}]{result.verdict}[/]")
     rows.add_row("epsilon", f"at least {rounded_down(result.epsilon_lower)}")
-    rows.add_row("claimed", f"{rounded_up(result.claimed_epsilon)} at delta {result.delta:g}")
-    rows.add_row("confidence", f"{100 * result.confidence:g}%")
+    claimed, delta = rounded_up(result.claimed_epsilon), as_given(result.delta)
+    rows.add_row("claimed", f"{claimed} at delta {delta}")
+    percent = Decimal(repr(result.confidence)).scaleb(2).normalize()
+    rows.add_row("confidence", f"{percent:f}%")
     rows.add_row("done", result.what)
     for bound in result.bounds:
         assumption = f", if {bound.assumption}" if bound.assumption else ""
         rows.add_row("bound", f"{rounded_down(bound.epsilon_lower)} by {bound.method}{assumption}")
     for name, value in result.facts.items():
-        rows.add_row(name.replace("_", " "), f"{value:.4g}")
+        text = name.replace("_", " ")
+        rows.add_row(text, rounded_down(value) if text.endswith("at least") else f"{value:.4g}")
     for evidence in result.evidence:
         rows.add_row("[red]evidence[/]", evidence)
     console.print(rows)

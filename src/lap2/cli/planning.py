@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lap2._digits import as_given, rounded_down, rounded_up
 from lap2.cli.mechanisms import MechanismName, describe, published_is_labelled
 from lap2.cli.options import (
     AsJson,
@@ -21,9 +22,10 @@ from lap2.cli.options import (
     integer,
     number,
 )
-from lap2.cli.show import print_json, rounded_up, warn_unless
+from lap2.cli.show import add_warnings, print_json, warn_unless
 from lap2.clip_search import first_order, search_clip
 from lap2.planner import plan as compare
+from lap2.sense import caveats_of_target
 
 _FIGURES = "volume, noise-vs-epsilon, privacy-walls, clip-vs-epsilon, bounds, regimes, or all."
 
@@ -53,13 +55,15 @@ def plan(
             signal=signal,
         )
     )
+    warnings = caveats_of_target(result.epsilon, result.delta, records=dataset_size)
     if as_json:
-        print_json(asdict(result))
+        print_json({**asdict(result), "warnings": warnings})
         return
     console = Console()
     console.print(
-        f"{result.steps} steps, sampling probability {result.sampling_prob:.6g}, "
-        f"{result.dimension:,} coordinates, target ({result.epsilon:g}, {result.delta:g})"
+        f"{result.steps} steps, sampling probability {rounded_up(result.sampling_prob)}, "
+        f"{result.dimension:,} coordinates, "
+        f"target ({as_given(result.epsilon)}, {as_given(result.delta)})"
     )
     table = Table("", "noise multiplier", "noise / signal", "denoised", "variance", "order")
     for option in result.options:
@@ -79,6 +83,9 @@ def plan(
         "squared."
     )
     console.print(f"[bold]recommendation: {result.recommendation}[/], because {result.reason}")
+    rows = Table.grid(padding=(0, 2))
+    add_warnings(rows, warnings)
+    console.print(rows)
 
 
 def optimize(
@@ -125,10 +132,11 @@ def optimize(
         return
     console = Console()
     rows = Table.grid(padding=(0, 2))
-    rows.add_row("[bold]clip C*[/]", f"[bold]{result.clip:.6g}[/]")
+    rows.add_row("[bold]clip C*[/]", f"[bold]{rounded_down(result.clip)}[/]")
     rows.add_row("[bold]scale b*[/]", f"[bold]{rounded_up(result.scale)}[/]")
     rows.add_row(
-        "direct answer", f"C = {result.direct_clip:.6g}, b = {rounded_up(result.direct_scale)}"
+        "direct answer",
+        f"C = {rounded_down(result.direct_clip)}, b = {rounded_up(result.direct_scale)}",
     )
     rows.add_row("b / C, least", rounded_up(result.noise_multiplier))
     rows.add_row("first-order b0", f"{start.scale:.6g} for C = 1, off by {start.scale_error:+.1%}")

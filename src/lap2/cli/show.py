@@ -1,11 +1,13 @@
-"""How answers are printed: rounded so that they stay bounds, as a table or as JSON."""
+"""How answers are printed: as a table with warnings, or as JSON."""
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any, cast
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 
 def print_json(facts: dict[str, Any]) -> None:
@@ -30,19 +32,7 @@ def warn_unless(is_guarantee: bool, console: Console) -> None:
         )
 
 
-def rounded_up(value: float) -> str:
-    """Six significant digits, rounded up, so that what is printed is still a bound."""
-    if value in {0.0, math.inf}:
-        return f"{value:g}"
-    unit = 10.0 ** (math.floor(math.log10(value)) - 5)
-    text = f"{value:.6g}"
-    return text if float(text) >= value else f"{(math.floor(value / unit) + 1) * unit:.6g}"
-
-
-def rounded_down(value: float) -> str:
-    """Six significant digits, rounded down."""
-    if value in {0.0, math.inf}:
-        return f"{value:g}"
-    unit = 10.0 ** (math.floor(math.log10(value)) - 5)
-    text = f"{value:.6g}"
-    return text if float(text) <= value else f"{math.floor(value / unit) * unit:.6g}"
+def add_warnings(rows: Table, warnings: Iterable[str]) -> None:
+    """A row for each thing that the numbers above, though proven, do not protect from."""
+    for warning in warnings:
+        rows.add_row("[yellow]warning[/]", warning)

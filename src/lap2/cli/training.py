@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lap2._digits import as_given, rounded_up
 from lap2.cli.options import input_checked, integer, number
-from lap2.cli.show import rounded_up
+from lap2.cli.show import add_warnings
 from lap2.experiments.recipe import Recipe, load_recipe, recipe_names
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def _show(result: "Result") -> None:
         f"[bold]{result.accuracy:.2%}[/] ({result.dataset})",
     )
     rows.add_row(
-        "[bold]epsilon[/]", f"[bold]{rounded_up(statement.epsilon)}[/] at delta {statement.delta:g}"
+        "[bold]epsilon[/]",
+        f"[bold]{rounded_up(statement.epsilon)}[/] at delta {as_given(statement.delta)}",
     )
     rows.add_row("bound", f"{statement.bound}; add/remove one record; Poisson sampling")
     rows.add_row("guarantee", "yes" if statement.is_guarantee else "[red]no[/]")
@@ -119,6 +121,7 @@ def _show(result: "Result") -> None:
         rows.add_row("", f"provided that {assumption}")
     for caveat in statement.caveats:
         rows.add_row("", caveat)
+    add_warnings(rows, statement.warnings)
     if result.lost_steps:
         rows.add_row(
             "interrupted",
