@@ -136,15 +136,23 @@ def joined(one: Sequence[Entry], other: Sequence[Entry]) -> list[Entry]:
 
 def _begins(shorter: list[Entry], longer: list[Entry]) -> bool:
     """Whether one list of releases is the beginning of the other, whatever the caveats."""
-    if len(shorter) > len(longer):
-        return False
-    for place, (one, other) in enumerate(zip(shorter, longer, strict=False)):
-        is_last = place == len(shorter) - 1
-        if not replace(one, caveats=()).continues(replace(other, caveats=())):
-            return False
-        if one.steps > other.steps or (one.steps < other.steps and not is_last):
-            return False
-    return True
+    one, other = _without_caveats(shorter), _without_caveats(longer)
+    if not one or len(one) > len(other):
+        return not one
+    *before, last = one
+    there = other[len(before)]
+    return before == other[: len(before)] and last.continues(there) and last.steps <= there.steps
+
+
+def _without_caveats(entries: list[Entry]) -> list[Entry]:
+    """The releases alone; neighbours that are alike as one."""
+    found: list[Entry] = []
+    for entry in (replace(e, caveats=()) for e in entries if e.steps):
+        if found and found[-1].continues(entry):
+            found[-1] = replace(entry, steps=found[-1].steps + entry.steps)
+        else:
+            found.append(entry)
+    return found
 
 
 def _once(texts: Iterable[str]) -> tuple[str, ...]:

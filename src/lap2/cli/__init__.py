@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lap2 import __version__
-from lap2.cli import accounting, auditing, planning, reproducing, training
+from lap2.cli import accounting, auditing, ledgers, planning, reproducing, training
 
 __all__ = ["app"]
 
@@ -42,3 +42,4 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(auditing.app, name="audit")
+app.add_typer(ledgers.app, name="ledger")
