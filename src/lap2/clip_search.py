@@ -297,6 +297,7 @@ def clip_from_private_norms(
     from lap2 import noise as samplers  # noqa: PLC0415 - needs cryptography, which is slow to load
 
     source = samplers.SecureLaplace() if sampler is None else sampler
+    samplers.check_law(source, "laplace")
     moves = max(q, 1 - q)
     charged = samplers.accounted_noise_multiplier(
         source, scale=noise * moves, max_grad_norm=moves, size=1

@@ -1,9 +1,9 @@
-"""Laplace noise that is private on a real machine.
+"""Laplace and Gaussian noise that is private on a real machine.
 
-Floating-point Laplace noise of the usual kind leaves holes in its support that tell the secret.
+Floating-point noise of the usual kind leaves holes in its support that tell the secret.
 Here the sum is rounded to a grid of power-of-two spacing g and released as
 
-    (Q + floor(X / g) + 1/2) g,     Q = round(S / g),  X an ideal Laplace(b) variate.
+    (Q + floor(X / g) + 1/2) g,     Q = round(S / g),  X an ideal Laplace(b) or N(0, b^2) variate.
 
 Q is a vector of integers, so this equals ``(floor((g Q + X) / g) + 1/2) g``: a post-processing of
 the ideal continuous mechanism on ``g Q``, and every accountant of that mechanism holds
@@ -15,37 +15,36 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from decimal import Context, Decimal
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, ClassVar, NoReturn, Protocol, cast
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
-from lap2 import _arrays, _validate
+from lap2 import _arrays, _noise_exact, _noise_numpy, _validate
+from lap2._noise_numpy import Floats, Noise, Words
 
 __all__ = [
     "EntropyError",
+    "ReproducibleGaussian",
     "ReproducibleLaplace",
     "Sampler",
+    "SecureGaussian",
     "SecureLaplace",
     "accounted_noise_multiplier",
+    "check_law",
     "new_key",
 ]
 
-Words = NDArray[np.uint64]
-Noise = NDArray[np.float64]
-Floats = NDArray[np.float64] | NDArray[np.float32]
 Job = tuple[_arrays.Flat, int, int, int]
-"""A part, where in it to start and to stop, and the position of the first word it takes."""
+"""A part, where in it to start and to stop, and the position of its first coordinate in all."""
+Draw = Callable[[Words, float, Noise], NDArray[np.intp]]
 
 _CHUNK = 1 << 14
 """Coordinates handled at a time: their temporaries fit the cache."""
-_ZEROS = memoryview(bytes(8 * _CHUNK))
+_ZEROS = memoryview(bytes(8 * (_CHUNK + 2)))
 _SEGMENT = 1 << 20
 """Coordinates given to one thread at a time."""
-_U = np.uint64((1 << 63) - 1)
-"""The bits of a word that belong to the uniform variate; the other one is the sign."""
 _EXTENSION = 1 << 127
 """Where in the key stream's counter the bits for refinement begin, far behind all words."""
 
@@ -55,7 +54,7 @@ class EntropyError(RuntimeError):
 
 
 class Sampler(Protocol):
-    """Adds Laplace noise in place."""
+    """Adds noise in place."""
 
     is_secure: bool
     """Whether a guarantee may rest on this noise."""
@@ -82,25 +81,41 @@ def accounted_noise_multiplier(
     return math.nextafter(scale / math.nextafter(widened, math.inf), 0.0)
 
 
-class SecureLaplace:
-    """Exact Laplace noise on a grid, from the operating system's entropy.
+def check_law(sampler: Sampler, law: str) -> None:
+    """Refuse a sampler of this module whose noise is of another law than is accounted.
 
-    Every call draws a new 256-bit key, expands it with AES in counter mode, and forgets it: there
-    is no seed, no state to fork, and nothing to save. Rounding of each variate is certified; the
-    few that float64 cannot decide are settled with more random bits in arbitrary precision.
+    Raises:
+        ValueError: it is.
+    """
+    drawn = getattr(sampler, "law", law)
+    if drawn != law:
+        raise ValueError(
+            f"sampler must draw {law} noise, which is what is accounted here, got "
+            f"{type(sampler).__name__}, which draws {drawn} noise"
+        )
 
-    Formal guarantee:
-        The released vector is a post-processing of ``g Q + Laplace(scale)`` with ideal noise,
-        where Q is the rounded sum. Accounting for noise multiplier ``scale / (C +
-        added_sensitivity)`` covers the release exactly, as far as AES-256 output cannot be told
-        from uniform bits.
 
-    Args:
-        compiled: True needs numba, False forbids it, None uses it if it is installed. Both ways
-            give bit-identical results for the same key.
+class Kernel(Protocol):
+    """The arithmetic of a chunk, as in :mod:`lap2._noise_numpy`.
+
+    All kernels agree in every bit once all samples are decided.
     """
 
+    fits: Callable[[Floats, float], bool]
+    laplace: Draw
+    gaussian: Draw
+    add: Callable[[Floats, Noise, float], None]
+
+
+_LAWS = {"laplace": (1, _noise_exact.laplace_steps), "gaussian": (2, _noise_exact.gaussian_steps)}
+"""How many coordinates are made of as many words; and one of them, of all the bits it takes."""
+
+
+class _SecureNoise:
+    """What the secure samplers have in common."""
+
     is_secure = True
+    law: ClassVar[str]
 
     def __init__(self, *, compiled: bool | None = None) -> None:
         """Choose the kernel; draws no randomness yet."""
@@ -119,7 +134,7 @@ class SecureLaplace:
         Args:
             array: changed in place; on a device other than the CPU the noise is made on the CPU.
                 A list of arrays is noised as if it were one array.
-            scale: the Laplace scale b.
+            scale: b of Laplace noise, or the standard deviation of Gaussian noise.
 
         Returns:
             The added sensitivity.
@@ -133,21 +148,54 @@ class SecureLaplace:
 
     def _add_with_key(self, array: Any, scale: float, key: bytes) -> float:
         jobs, size, grid = _checked(self._kernel, array, scale)
-        noise = _KeyedNoise(self._kernel, key, grid, float(scale) / grid)
+        noise = _KeyedNoise(self._kernel, self.law, key, grid, float(scale) / grid)
         _for_each(noise.add, jobs, size)
         return _added_sensitivity(grid, size)
 
     def __reduce__(self) -> NoReturn:
         """Refuse pickling, so that no one believes that randomness was saved."""
-        raise TypeError("SecureLaplace must not be pickled: make a new one where it is needed")
+        name = type(self).__name__
+        raise TypeError(f"{name} must not be pickled: make a new one where it is needed")
 
 
-class ReproducibleLaplace:
-    """Fast, seeded Laplace noise for experiments: **no guarantee** holds for what uses it.
+class SecureLaplace(_SecureNoise):
+    """Exact Laplace noise on a grid, from the operating system's entropy.
+
+    Every call draws a new 256-bit key, expands it with AES in counter mode, and forgets it: there
+    is no seed, no state to fork, and nothing to save. Rounding of each variate is certified; the
+    few that float64 cannot decide are settled with more random bits in arbitrary precision.
+
+    Formal guarantee:
+        The released vector is a post-processing of ``g Q + Laplace(scale)`` with ideal noise,
+        where Q is the rounded sum. Accounting for noise multiplier ``scale / (C +
+        added_sensitivity)`` covers the release exactly, as far as AES-256 output cannot be told
+        from uniform bits.
 
     Args:
-        seed: the same seed gives the same noise, on every machine with the same NumPy.
+        compiled: True needs numba, False forbids it, None uses it if it is installed. Both ways
+            give bit-identical results for the same key.
     """
+
+    law = "laplace"
+
+
+class SecureGaussian(_SecureNoise):
+    """Exact Gaussian noise on a grid: as :class:`SecureLaplace`, and as certified.
+
+    Formal guarantee:
+        The released vector is a post-processing of ``g Q + N(0, scale^2)`` with ideal noise, where
+        Q is the rounded sum. Accounting for noise multiplier ``scale / (C + added_sensitivity)``
+        covers the release exactly, as far as AES-256 output cannot be told from uniform bits.
+
+    Args:
+        compiled: as for :class:`SecureLaplace`.
+    """
+
+    law = "gaussian"
+
+
+class _ReproducibleNoise:
+    """What the seeded samplers have in common."""
 
     is_secure = False
 
@@ -162,94 +210,56 @@ class ReproducibleLaplace:
 
     def add(self, array: Any, scale: float) -> float:
         """Add noise in place. Refuses and clamps what :class:`SecureLaplace` does."""
-        jobs, _, _ = _checked(NumpyKernel, array, scale)
+        jobs, _, _ = _checked(_noise_numpy, array, scale)
         for part, start, stop, _ in jobs:
             for values in part.chunks(_CHUNK, start, stop, write=True):
-                noise = self._rng.standard_exponential(values.size) * float(scale)
-                noise *= 1 - 2 * self._rng.integers(0, 2, values.size, dtype=np.int8)
+                noise = self._standard(values.size)
+                noise *= float(scale)
                 noise += values
                 np.clip(noise, *_arrays.finite_range(values.dtype), out=noise)
                 values[:] = noise
         return 0.0
 
-
-class Kernel(Protocol):
-    """The arithmetic of a chunk. All kernels agree in every bit once all samples are decided."""
-
-    @staticmethod
-    def fits(values: Floats, limit: float) -> bool:
-        """Whether all values are between ``-limit`` and ``limit``; NaN is not."""
-        ...
-
-    @staticmethod
-    def draw(words: Words, ratio: float, noise: Noise) -> NDArray[np.intp]:
-        """Write ``floor(X / g) + 1/2`` for each word; the indices left undecided (NaN in noise)."""
-        ...
-
-    @staticmethod
-    def add(values: Floats, noise: Noise, grid: float) -> None:
-        """Round ``values`` to the grid, add ``noise`` grid steps and clamp, in place."""
-        ...
+    def _standard(self, size: int) -> Noise:
+        raise NotImplementedError
 
 
-class NumpyKernel:
-    """The kernel that needs nothing but NumPy."""
+class ReproducibleLaplace(_ReproducibleNoise):
+    """Fast, seeded Laplace noise for experiments: **no guarantee** holds for what uses it.
 
-    @staticmethod
-    def fits(values: Floats, limit: float) -> bool:
-        """Two passes, without a temporary array."""
-        return float(values.max()) < limit and float(values.min()) > -limit
+    Args:
+        seed: the same seed gives the same noise, on every machine with the same NumPy.
+    """
 
-    @staticmethod
-    def draw(words: Words, ratio: float, noise: Noise) -> NDArray[np.intp]:
-        """The first bit of a word is the sign, the other 63 are u and begin U; X = -b ln U, signed.
+    law = "laplace"
 
-        ``floor(-ln(U) b/g)`` is trusted where it is further from an integer than float64 can err
-        (taking the platform's logarithm to be right to 2^-50) and than the bits of U that follow
-        can matter, which is 1/u.
-        """
-        u = words & _U
-        noise[:] = u
-        margin = u.view(np.float64)  # u is done with: memory that is in the cache is faster
-        with np.errstate(divide="ignore", invalid="ignore"):  # u = 0
-            np.divide(ratio, noise, out=margin)
-            noise *= 2.0**-63
-            y = np.log(noise, out=noise)
-            y *= -ratio
-            middle = y * 2.0**-49
-            margin += middle
-            margin += ratio * 2.0**-50
-            np.floor(y, out=middle)
-            middle += 0.5
-            y -= middle
-        np.abs(y, out=y)
-        np.subtract(0.5, y, out=y)
-        undecided = (~(y > margin)).nonzero()[0]
-        np.copysign(middle, words.view(np.float64), out=noise)
-        noise[undecided] = np.nan
-        return undecided
+    def _standard(self, size: int) -> Noise:
+        magnitudes = self._rng.standard_exponential(size)
+        return magnitudes * (1 - 2 * self._rng.integers(0, 2, size, dtype=np.int8))
 
-    @staticmethod
-    def add(values: Floats, noise: Noise, grid: float) -> None:
-        """The float64 sum is a correctly rounded function of the exact one: post-processing."""
-        released = values.astype(np.float64)
-        released *= 1 / grid
-        np.rint(released, out=released)
-        released += noise
-        released *= grid
-        np.clip(released, *_arrays.finite_range(values.dtype), out=released)
-        values[:] = released
+
+class ReproducibleGaussian(_ReproducibleNoise):
+    """Fast, seeded Gaussian noise for experiments: **no guarantee** holds for what uses it.
+
+    Args:
+        seed: as for :class:`ReproducibleLaplace`.
+    """
+
+    law = "gaussian"
+
+    def _standard(self, size: int) -> Noise:
+        return self._rng.standard_normal(size)
 
 
 def _choose_kernel(compiled: bool | None) -> Kernel:
     if compiled is False:
-        return NumpyKernel
+        return _noise_numpy
     try:
         from lap2 import _noise_compiled  # noqa: PLC0415 - numba is optional
     except (ImportError, OSError, RuntimeError):  # or numba has no folder to keep its work in
         if compiled:
             raise ImportError("compiled=True needs numba: pip install 'lap2[fast]'") from None
-        return NumpyKernel
+        return _noise_numpy
     return cast("Kernel", _noise_compiled)
 
 
@@ -320,57 +330,41 @@ def _for_each(task: Callable[[Job], None], jobs: list[Job], size: int) -> None:
 class _KeyedNoise:
     """All the noise of one key: word k belongs to coordinate k, whoever asks for it."""
 
-    def __init__(self, kernel: Kernel, key: bytes, grid: float, ratio: float) -> None:
+    def __init__(self, kernel: Kernel, law: str, key: bytes, grid: float, ratio: float) -> None:
         self._kernel, self._key, self._grid, self._ratio = kernel, key, grid, ratio
+        self._draw: Draw = getattr(kernel, law)
+        self._together, self._steps = _LAWS[law]
 
     def add(self, job: Job) -> None:
-        part, start, stop, word = job
-        stream = self._encryptor(word // 2)  # a block of the cipher has two words
-        if word % 2:
-            stream.update(bytes(8))
+        part, start, stop, position = job
+        stream, rest = self._encryptor(position // 2), b""
         for values in part.chunks(_CHUNK, start, stop, write=True):
-            words = np.frombuffer(stream.update(_ZEROS[: 8 * values.size]), dtype="<u8")
-            noise = np.empty(values.size)
-            for index in self._kernel.draw(words, self._ratio, noise).tolist():
-                noise[index] = self._refined(int(words[index]), word + index)
-            self._kernel.add(values, noise, self._grid)
-            word += values.size
+            skipped = position % 2  # a block of the cipher has two words
+            count = skipped + values.size
+            count += count % 2
+            block = rest + stream.update(_ZEROS[: 8 * count - len(rest)])
+            rest = block[-16:] if (position + values.size) % 2 else b""
+            words, noise = np.frombuffer(block, dtype="<u8"), np.empty(count)
+            for index in self._draw(words, self._ratio, noise).tolist():
+                noise[index] = self._refined(words, index, position - skipped + index)
+            self._kernel.add(values, noise[skipped : skipped + values.size], self._grid)
+            position += values.size
 
-    def _refined(self, word: int, index: int) -> float:
-        """What the kernel left undecided, with as many more bits of U as it takes.
+    def _refined(self, words: Words, index: int, position: int) -> float:
+        """What the kernel left undecided, of its words and as many more bits as it takes.
 
-        Each index has its own range of the counter, so that the result does not depend on which
+        Each draw has its own range of the counter, so that the result does not depend on which
         samples a kernel leaves undecided.
         """
-        stream = self._encryptor(_EXTENSION + (index << 32))
-        numerator, bits, magnitude = word & int(_U), 63, None
-        while magnitude is None:
-            numerator = (numerator << 64) | int.from_bytes(stream.update(bytes(8)), "big")
-            bits += 64
-            magnitude = exact_floor(numerator, bits, self._ratio)
-        return -(magnitude + 0.5) if word >> 63 else magnitude + 0.5
+        which = position % self._together
+        own = words[index - which : index - which + self._together].tolist()
+        stream = self._encryptor(_EXTENSION + ((position - which) << 32))
+
+        def more() -> int:
+            return int.from_bytes(stream.update(bytes(8)), "big")
+
+        return self._steps(own, which, more, self._ratio)
 
     def _encryptor(self, counter: int) -> Any:
         mode = modes.CTR(counter.to_bytes(16, "big"))
         return Cipher(algorithms.AES(self._key), mode).encryptor()
-
-
-def exact_floor(numerator: int, bits: int, ratio: float) -> int | None:
-    """``floor(-ln(U) ratio)`` for all U in ``[numerator, numerator + 1) / 2^bits``.
-
-    None if that is not one number, or is too close to call with digits in proportion to the bits.
-    """
-    if numerator == 0:
-        return None
-    digits = bits // 4
-    decimal = Context(prec=digits)
-    log = decimal.ln(decimal.divide(Decimal(numerator), Decimal(1 << bits))).copy_negate()
-    # The quotient, its logarithm, and the sums and products below err by less than ten units in
-    # the last place of the logarithm; the bits of U that follow take away 1/numerator at most.
-    unit = decimal.scaleb(Decimal(1), max(log.adjusted(), 0) + 1 - digits)
-    slack = decimal.fma(unit, 100, decimal.divide(Decimal(1), Decimal(numerator)))
-    low, high = (
-        math.floor(decimal.multiply(bound, Decimal(ratio)))
-        for bound in (decimal.subtract(log, slack), decimal.add(log, slack))
-    )
-    return high if high == max(low, 0) else None  # the logarithm of U < 1 is negative

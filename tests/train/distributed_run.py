@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lap2.noise import SecureLaplace
+from lap2.noise import SecureGaussian, SecureLaplace
 from lap2.train import BookkeepingError, PoissonLoader, PrivacyEngine
 
 
@@ -83,9 +83,9 @@ def equal(_folder):
     return {"weights": flat(model.parameters())}
 
 
-def noise(_folder):
+def noise(_folder, **kwargs):
     """Gradients of zero: what is left is the noise."""
-    engine, model, optimizer, loader = make(denoise="none", lr=0.0)
+    engine, model, optimizer, loader = make(denoise="none", lr=0.0, **kwargs)
     released = []
     for _ in range(60):
         for x, _ in loader:
@@ -93,7 +93,16 @@ def noise(_folder):
             optimizer.step()
             if loader.ends_batch:
                 released.append([20 * value for value in flat(p.grad for p in model.parameters())])
-    return {"released": released, "ledger": engine.accountant.to_json()}
+    return {
+        "released": released,
+        "ledger": engine.accountant.to_json(),
+        "is_guarantee": engine.statement(1e-5).is_guarantee,
+    }
+
+
+def gaussian(folder):
+    """The same with Gaussian noise."""
+    return noise(folder, mechanism="gaussian", sampler=SecureGaussian(compiled=False))
 
 
 def empty(_folder):

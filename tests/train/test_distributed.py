@@ -33,7 +33,7 @@ def results(folder, task):
 def folder(tmp_path_factory):
     """One start of two processes for all tasks: loading torch twice takes longer than they do."""
     folder = tmp_path_factory.mktemp("world")
-    done = torchrun(folder, "equal", "noise", "empty", "mixing", "refused")
+    done = torchrun(folder, "equal", "noise", "gaussian", "empty", "mixing", "refused")
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -47,22 +47,29 @@ def test_two_processes_do_what_one_does_on_the_same_records(folder):
         np.testing.assert_allclose(result["weights"], alone, rtol=1e-5, atol=1e-7)
 
 
-def test_every_coordinate_is_noised_once(folder):
+@pytest.mark.parametrize(
+    ("task", "law"), [("noise", stats.laplace(scale=0.5)), ("gaussian", stats.norm(scale=0.5))]
+)
+def test_every_coordinate_is_noised_once(folder, task, law):
     """Noise shared by halves, added twice, or drawn from one seed on both ranks would show."""
-    first, second = results(folder, "noise")
+    first, second = results(folder, task)
     assert first["released"] == second["released"]
     released = np.array(first["released"])
     assert released.shape[1] == 66
     assert (released != 0).all()
     assert len(np.unique(released)) > 0.99 * released.size
-    assert stats.kstest(released.ravel(), stats.laplace(scale=0.5).cdf).pvalue > 1e-4
-    twice = released.ravel() + np.random.default_rng(0).laplace(scale=0.5, size=released.size)
-    assert stats.kstest(twice, stats.laplace(scale=0.5).cdf).pvalue < 1e-6
+    assert stats.kstest(released.ravel(), law.cdf).pvalue > 1e-4
+    twice = released.ravel() + law.rvs(released.size, random_state=0)
+    assert stats.kstest(twice, law.cdf).pvalue < 1e-6
     halves = np.corrcoef(released[:, :33].ravel(), released[:, 33:].ravel())[0, 1]
     assert abs(halves) < 5 / np.sqrt(released.size / 2)
     ledger = lap2.Accountant.from_json(first["ledger"])
     assert ledger.steps == len(released)
-    assert ledger.ledger[0].mechanism.dimension == 66
+    mechanism = ledger.ledger[0].mechanism
+    assert type(mechanism) is (lap2.Gaussian if task == "gaussian" else lap2.Laplace)
+    assert getattr(mechanism, "dimension", 66) == 66
+    assert first["is_guarantee"]
+    assert second["is_guarantee"]
 
 
 def test_empty_local_batches_do_not_desynchronise(folder):

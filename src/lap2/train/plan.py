@@ -141,12 +141,12 @@ class ReleasePlan:
         members: list[Mechanism] = []
         for clip, size in zip(self.clips, self.sizes, strict=True):
             moved = clip * (1 + rho)
-            if self.mechanism == "gaussian":
-                members.append(Gaussian(_ratio(scale, moved)))
-            elif self.mechanism == "laplace-l1":
+            if self.mechanism == "laplace-l1":
                 members.append(LaplaceL1(_ratio(scale, moved + size * spacing)))
-            else:
-                members.append(Laplace(_ratio(scale, moved + math.sqrt(size) * spacing), size))
+                continue
+            multiplier = _ratio(scale, moved + math.sqrt(size) * spacing)
+            gaussian = self.mechanism == "gaussian"
+            members.append(Gaussian(multiplier) if gaussian else Laplace(multiplier, size))
         return members[0] if len(members) == 1 else Joint(members)
 
     def spacing(self, sampler: Sampler, scale: float, world: World) -> float:
