@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
@@ -239,7 +238,7 @@ class Accountant:
             LedgerError: the file is corrupt, was edited, or is not a ledger; it names the file.
         """
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(ledger.read_text(path))
         except (ledger.LedgerError, UnicodeDecodeError) as error:
             raise ledger.LedgerError(f"{os.fspath(path)}: {error}") from error
 

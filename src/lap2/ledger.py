@@ -22,7 +22,7 @@ from lap2.mechanism import (
     PublishedLaplace,
 )
 
-__all__ = ["Entry", "LedgerError", "dumps", "joined", "loads", "write_text"]
+__all__ = ["Entry", "LedgerError", "dumps", "joined", "loads", "read_text", "write_text"]
 
 _FORMAT = "lap2-ledger"
 _VERSIONS = (1, 2)
@@ -210,6 +210,12 @@ def loads(text: str) -> list[Entry]:
         raise LedgerError("ledger must not be nested as deeply as this one is") from None
 
 
+def read_text(path: str | os.PathLike[str]) -> str:
+    """What is in a file, but no more than :func:`loads` takes, however long the file is."""
+    with Path(path).open(encoding="utf-8") as stream:
+        return stream.read(_MOST_TEXT + 1)
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
     target = Path(path)
@@ -273,7 +279,7 @@ def _entries_of(content: dict[str, Any]) -> list[Entry]:
 
 def _parsed(text: str) -> Any:
     if len(text) > _MOST_TEXT:
-        raise LedgerError(f"ledger must be at most {_MOST_TEXT} characters, got {len(text)}")
+        raise LedgerError(f"ledger must be at most {_MOST_TEXT} characters, got more")
     try:
         return json.loads(
             text,

@@ -77,8 +77,8 @@ class Journal:
         return f"process {number} on {host} since {since}"
 
     def _held_by(self) -> list[str]:
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            return self._holder.read_text()[:200].split(maxsplit=2)
+        with contextlib.suppress(OSError, UnicodeDecodeError), self._holder.open() as stream:
+            return stream.read(200).split(maxsplit=2)
         return []
 
     def _holder_lives(self) -> bool:
@@ -99,7 +99,8 @@ class Journal:
             CheckpointError: there is no journal, or it is corrupt beyond one line.
         """
         try:
-            content = self.path.read_bytes()
+            with self.path.open("rb") as stream:
+                content = stream.read(2 * _LINE + 1)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{self.path} is missing: without it, steps taken after the checkpoint would be "
