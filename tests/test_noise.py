@@ -656,11 +656,11 @@ def test_coordinates_off_the_grid_are_refused(sampler, dtype, bad, place):
 
 
 def test_refusal_tells_the_value_and_covers_tensors():
-    with pytest.raises(ValueError, match=r"at scale 0\.5, got a coordinate -3e\+99"):
+    with pytest.raises(ValueError, match=r"at scale 0\.5, got a coordinate that is not"):
         SecureLaplace().add(np.array([1.0, -3e99, 5e50]), 0.5)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         tensor = torch.tensor([1.0, math.nan], dtype=dtype)
-        with pytest.raises(ValueError, match="got a coordinate nan"):
+        with pytest.raises(ValueError, match="got a coordinate that is not"):
             SecureLaplace().add(tensor, 1.0)
         assert tensor[0] == 1
 

@@ -120,7 +120,9 @@ def lower_epsilon(accountant: Accountant, delta: float, *, points: int = 2**18) 
     if -math.expm1(log_hidden) > delta:  # that a record is seen without noise
         return math.inf
     removing = [_exchanged(releases) for releases in adding]
-    return max(_epsilon(adding, delta, size), _epsilon(removing, delta, size)) if adding else 0.0
+    # What leaves the range of floats makes the error infinite or undefined, and shows nothing.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return max(_epsilon(r, delta, size) if r else 0.0 for r in (adding, removing))
 
 
 def _worst_gradient(mechanism: Mechanism) -> tuple[float, int | float]:
@@ -251,7 +253,8 @@ def _merge(loss: Floats, mass: Floats, step: float) -> tuple[float, Integers, Fl
     """
     low = int(np.searchsorted(loss, float(loss[0]) + step))
     least, bottom = float(loss[0]), float(mass[:low].sum())
-    start = least - math.log1p(float(mass[:low] @ np.expm1(least - loss[:low])) / bottom)
+    below = float(mass[:low] @ np.expm1(least - loss[:low])) / bottom
+    start = least - math.log1p(below) if below > -1 else least  # by rounding, in a wide cell
     x, mass, top = loss[low:] - start, mass[low:], float(loss[-1]) - start
     base = mass * np.exp(top - x)  # under the second law, in units of exp(-start - top)
     up, up_mass, ends = _fill(x, mass, step)
@@ -264,7 +267,8 @@ def _merge(loss: Floats, mass: Floats, step: float) -> tuple[float, Integers, Fl
     j = int(match[i])
     part = np.minimum(index[1:], begins[j]) - np.maximum(index[:-1], ends[i]) - 1e-11
     rest, rest_base = (float(m @ part.clip(0, 1)) for m in (mass, base))
-    cell = math.floor((math.log(rest / rest_base) + top) / step - 1e-6) if rest > 0 else 0
+    merged = math.log(rest / rest_base) + top if rest > 0 else 0.0
+    cell = math.floor(min(merged, top) / step - 1e-6)  # above all others only by rounding
     kept = min(rest, rest_base * math.exp(step * cell - top))
     cells = [[0], up[:i], -down[:j], [max(0, cell)]]
     masses = [[bottom], up_mass[:i], down_base[:j] * np.exp(-step * down[:j] - top), [kept]]

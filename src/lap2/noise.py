@@ -296,10 +296,9 @@ def _checked(kernel: Kernel, array: Any, scale: float) -> tuple[list[Job], int, 
         part, start, stop, _ = job
         for values in part.chunks(_CHUNK, start, stop, write=False):
             if not kernel.fits(values, limit):
-                worst = float(values[np.argmax(np.abs(values))])
                 raise ValueError(
                     f"array must be finite and smaller than {limit!r} (2^62 grid steps) at scale "
-                    f"{scale!r}, got a coordinate {worst!r}"
+                    f"{scale!r}, got a coordinate that is not"
                 )
 
     _for_each(check, jobs, size)
@@ -328,7 +327,7 @@ def _for_each(task: Callable[[Job], None], jobs: list[Job], size: int) -> None:
 
 
 class _KeyedNoise:
-    """All the noise of one key: word k belongs to coordinate k, whoever asks for it."""
+    """All the noise of one key: word k belongs to coordinate k, or both of a pair to both."""
 
     def __init__(self, kernel: Kernel, law: str, key: bytes, grid: float, ratio: float) -> None:
         self._kernel, self._key, self._grid, self._ratio = kernel, key, grid, ratio

@@ -8,7 +8,8 @@ The engine that puts the parts together is :mod:`lap2.interop.opacus`.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,12 +21,16 @@ from torch.optim import Optimizer
 from lap2 import _validate
 from lap2.accountant import Accountant
 from lap2.interop._opacus_loader import OVER
+from lap2.ledger import Entry
 from lap2.mechanism import Laplace
 from lap2.noise import SecureLaplace, accounted_noise_multiplier
 from lap2.train import BookkeepingError, Denoiser
+from lap2.train.distributed import World
 from lap2.train.precision import full_precision
 from lap2.train.rotate import gather, spread, spread_size
 from lap2.train.rounding import SHRINK, UNIT
+from lap2.train.run import RUN, Run, load_with_run
+from lap2.train.secrecy import forget_locals, reduced_as
 from lap2.train.writes import Writes
 
 __all__ = [
@@ -34,6 +39,7 @@ __all__ = [
     "LaplaceDPOptimizer",
     "accounted",
     "positive_clip",
+    "refuse_watched",
     "released_size",
     "rounding",
     "world_size",
@@ -64,7 +70,12 @@ class LaplaceAccountant(IAccountant):
 
     def __init__(self) -> None:
         """Start an empty ledger."""
-        self.inner = Accountant()
+        self._inner = Accountant()
+
+    @property
+    def inner(self) -> Accountant:
+        """The ledger. It cannot be replaced."""
+        return self._inner
 
     @property
     def history(self) -> list[tuple[float, float, int]]:
@@ -133,7 +144,7 @@ class LaplaceAccountant(IAccountant):
         for entry in inner.ledger:
             if not isinstance(entry.mechanism, Laplace):
                 raise ValueError(f"ledger must hold Laplace steps only, got {entry.mechanism!r}")
-        self.inner = inner
+        self.inner.include(inner.ledger)
 
 
 class LaplaceDPOptimizer(DPOptimizer):
@@ -171,8 +182,9 @@ class LaplaceDPOptimizer(DPOptimizer):
         self._prob, self._prefetch, self._noise = sampling_prob, prefetch, SecureLaplace()
         self._planned = [id(p) for p in self.params]
         self._dimension = sum(p.numel() for p in self.params)
+        self._run = Run(accountant.inner, self._entry(), World.current())
         self._unseen = -1  # examples of the batch still to come; below 0, there is no batch
-        self._split, self._clip, self._cutter = False, 0.0, 0
+        self._split, self._clip, self._cutter, self._refused = False, 0.0, 0, False
 
     @property
     def accumulated_iterations(self) -> int:
@@ -182,15 +194,24 @@ class LaplaceDPOptimizer(DPOptimizer):
     def give_up(self) -> None:
         """Forget what is left of a batch: another pass over the loader begins."""
         self._unseen, self._split, self._clip, self._cutter = -1, False, 0.0, 0
+        self._refused = False
         self._step_skip_queue.clear()
         self._is_last_step_skipped = False
         for p in self.params:
             p.summed_grad = p.grad_sample = None
 
+    def _refuse(self, error: BaseException) -> None:
+        """Leave no gradient of the batch at hand, of which nothing may be released any more."""
+        self._refused = True
+        for p in self.params:
+            p.grad = p.summed_grad = p.grad_sample = None
+        forget_locals(error)
+
     def begin_batch(self, size: int) -> None:
         """The next step is for ``size`` new examples."""
         if self._unseen >= 0:
-            raise BookkeepingError(_UNUSED)
+            self._refuse(error := BookkeepingError(_UNUSED))
+            raise error
         self.give_up()
         self._unseen = size
         self._begun += 1
@@ -215,6 +236,13 @@ class LaplaceDPOptimizer(DPOptimizer):
 
     def pre_step(self, closure: Any = None) -> Any:
         """Refuse, or go on with Opacus's own: clip, add noise, divide."""
+        try:
+            return self._pre_step(closure)
+        except BaseException as error:
+            self._refuse(error)
+            raise
+
+    def _pre_step(self, closure: Any) -> Any:
         self._check_settings()
         self._check_examples()
         if names := self._writes.changed():
@@ -246,10 +274,11 @@ class LaplaceDPOptimizer(DPOptimizer):
                 f"processes, got {world_size()}: each would release a sum of its own. Initialise "
                 "it before, and use DifferentiallyPrivateDistributedDataParallel"
             )
+        refuse_watched(self.params)
 
     def _check_examples(self) -> None:
         """The gradients at hand are those of the batch that was fetched, and can be clipped."""
-        if self._unseen < 0 or (self._split and not self._step_skip_queue):
+        if self._refused or self._unseen < 0 or (self._split and not self._step_skip_queue):
             raise BookkeepingError(
                 "each batch that the loader yields allows one step: another would release the same "
                 "sample again, while the ledger counts on a fresh one"
@@ -259,13 +288,13 @@ class LaplaceDPOptimizer(DPOptimizer):
         n = found[0]
         if len(found) > 1 or not (n == self._unseen if last else 0 < n < self._unseen):
             raise BookkeepingError(
-                f"a step must be taken on {'all' if last else 'some'} of the {self._unseen} "
-                f"examples that the loader yielded, got per-example gradients of {found}"
+                f"a step must be taken on {'all' if last else 'some'} of the examples that the "
+                "loader yielded, got per-example gradients of another number"
             )
         most = -(-self._largest // self.world_size)
         if self._unseen > most:
             raise BookkeepingError(
-                f"a sample may have {most} examples on each rank, got {self._unseen}: what "
+                f"a sample may have {most} examples on each rank, got more: what "
                 "rounding does to longer sums is not accounted; use a smaller batch_size, or a "
                 "public_size that is not smaller than the true one"
             )
@@ -306,12 +335,34 @@ class LaplaceDPOptimizer(DPOptimizer):
     @torch.no_grad()
     def add_noise(self) -> None:
         """Enter the step in the ledger; then add noise, once, to all coordinates."""
-        scale = self.noise_multiplier * self.max_grad_norm
-        size = released_size(self._dimension, self.denoiser)
-        step = Laplace(accounted(self._noise, scale, self.max_grad_norm, size, self._largest), size)
-        self.accountant.inner.compose(step, sampling_prob=self._prob)
+        self._run.describe(self._entry())
+        self._run.enter()
         self._unseen = -1
-        self._release(scale)
+        self._release(self.noise_multiplier * self.max_grad_norm)
+
+    def _entry(self) -> Entry:
+        """What a step adds to the ledger."""
+        clip, size = self.max_grad_norm, released_size(self._dimension, self.denoiser)
+        scale = self.noise_multiplier * clip
+        noise = accounted(self._noise, scale, clip, size, self._largest)
+        return Entry(Laplace(noise, size), self._prob, 1, noise="secure")
+
+    def close(self) -> None:
+        """Take no more steps, so that another process may go on with the run."""
+        self._run.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the optimizer inside, with the ledger and where the run stands."""
+        return {**super().state_dict(), RUN: asdict(self._run.state())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the run that the state is of.
+
+        Raises:
+            CheckpointError: another process holds the run, or its journal is not there.
+            ValueError: the state has no ledger.
+        """
+        load_with_run(self._run, state_dict, super().load_state_dict)
 
     def _release(self, scale: float) -> None:
         sums: list[Any] = [p.summed_grad for p in self.params]
@@ -324,6 +375,11 @@ class LaplaceDPOptimizer(DPOptimizer):
             gather(flat, sums)
         for p, total in zip(self.params, sums, strict=True):
             p.grad, p.summed_grad = total.view_as(p).to(p), None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle or copy is the ordinary optimizer inside."""
+        inner = self.original_optimizer
+        return reduced_as(type(inner), inner.__reduce_ex__(protocol), type(self))
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """On the optimizer inside, which steps when a batch is released."""
@@ -395,6 +451,16 @@ def _examples(p: Any) -> int:
             "be clipped, and released, more than once"
         )
     return 0 if p.grad_sample is None else len(p.grad_sample)
+
+
+def refuse_watched(params: Iterable[Any]) -> None:
+    """Refuse hooks on parameters, which see gradients without noise."""
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in params):
+        raise BookkeepingError(
+            "parameters must have no hooks of their own, got one (register_hook, or "
+            "register_post_accumulate_grad_hook; wandb.watch makes them): it sees gradients of "
+            "private records without noise. Remove it, and look at .grad after the optimizer's step"
+        )
 
 
 def _home(tensor: Tensor) -> torch.device:

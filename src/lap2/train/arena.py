@@ -12,10 +12,12 @@ import math
 import torch
 from torch import Tensor
 
+from lap2.train.secrecy import StaysHere
+
 __all__ = ["Arena"]
 
 
-class Arena:
+class Arena(StaysHere):
     """Buffers handed out in order; :meth:`reset` starts over and makes earlier ones invalid."""
 
     def __init__(self) -> None:
@@ -26,6 +28,12 @@ class Arena:
 
     def reset(self) -> None:
         """Begin a new step."""
+        self._next = 0
+
+    def free(self) -> None:
+        """Hold no memory any more; what was handed out stays valid for whoever has it."""
+        self._buffers.clear()
+        self._wide.clear()
         self._next = 0
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -43,7 +43,9 @@ def attend(  # noqa: PLR0917 - the signature is torch's
 ) -> tuple[Tensor, Tensor | None]:
     """What ``module(query, key, value, ...)`` computes, with the given way to project."""
     if query.dim() != 3:
-        raise ValueError(f"query must have shape (batch, positions, width), got {query.shape}")
+        raise ValueError(
+            f"query must have shape (batch, positions, width), got {query.dim()} dimensions"
+        )
     if is_causal and attn_mask is None:
         raise ValueError("attn_mask must be given with is_causal, as in torch")
     heads = [_split(t, module) for t in _project_inputs(module, project, query, key, value)]

@@ -71,8 +71,8 @@ class Clipping:
         error = sum_error(size=size, terms=terms, total=total, processes=self.processes)
         if error > SHARE and self.dtype == torch.float64:
             raise BookkeepingError(
-                f"a batch of {total} records with {terms} positions each is too large for its sum "
-                "to be certain: make max_physical_batch_size smaller, or batch_size"
+                "a batch has too many records, or positions in each, for its sum to be certain: "
+                "make max_physical_batch_size smaller, or batch_size"
             )
         clipped: list[ClippedGroup] = []
         for group, clip in zip(self.groups, self.clips, strict=True):

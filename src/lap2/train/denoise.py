@@ -74,7 +74,7 @@ class Denoiser:
             return
         self._steps, self._looks = int(state["steps"]), int(state["looks"])  # type: ignore[call-overload]
         self._moments = moments
-        self._taus = list(state["taus"])  # type: ignore[call-overload]
+        self._taus = [float(tau) for tau in state["taus"]]  # type: ignore[attr-defined]
 
     def _choose(self, sums: list[Tensor], scale: float) -> list[float]:
         if self._steps < _EVERY or self._steps % _EVERY == 0:

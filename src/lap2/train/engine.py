@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -459,6 +459,13 @@ class PrivacyEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        """Refuse pickles and copies: private records can be reached from here."""
+        raise TypeError(
+            "PrivacyEngine must not be pickled or copied, as it may hold private records: "
+            "engine.save(path) writes all that is needed to go on"
+        )
 
     def _attached(self) -> tuple[PrivateStep, Saver]:
         if self._step is None or self._saver is None:

@@ -540,6 +540,6 @@ def _largest(tensor: Tensor) -> Tensor:
 def _refuse_huge(shape: tuple[int, ...]) -> None:
     if math.prod(shape) > _LARGEST:
         raise ValueError(
-            f"per-example gradients of shape {shape} are too large to be formed, which the l1 "
+            f"per-example gradients of shape {shape[1:]} are too large to be formed, which the l1 "
             "norm needs: use mechanism='laplace', a smaller max_physical_batch_size, or freeze it"
         )

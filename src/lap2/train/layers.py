@@ -2,12 +2,14 @@
 
 # pyright: basic
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lap2.train.arena import Arena
 from lap2.train.compiled import kernel
@@ -20,6 +22,7 @@ __all__ = [
     "gradients_by_vmap",
     "gradients_of",
     "is_known",
+    "mark",
     "mixing",
     "needs_input",
     "projection_gradients",
@@ -106,7 +109,19 @@ def mixing(module: nn.Module) -> str | None:
 
 def trains(param: Tensor | None) -> TypeGuard[Tensor]:
     """Whether a parameter is trained, also while a recorder has switched its gradient off."""
-    return param is not None and getattr(param, "_lap2_trained", param.requires_grad)
+    return param is not None and (param in _trained or param.requires_grad)
+
+
+def mark(param: Tensor, *, trained: bool) -> None:
+    """Say whether a recorder trains a parameter, which itself stays as it was."""
+    if trained:
+        _trained[param] = None
+    else:
+        _trained.pop(param, None)
+
+
+_trained = WeakTensorKeyDictionary()
+"""By identity: what is a parameter's own attribute would be pickled with it."""
 
 
 _WORTH_THREADS = 1 << 18
@@ -307,6 +322,9 @@ _FOREIGN: dict[str, Callable[..., list[PerExample]]] = {
     "timm.layers.norm.LayerNorm": _layer_norm,
 }
 
+_NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
+"""In a message of others, where it may be a size or a value of private records."""
+
 _SMALL = (_layer_norm, _rms_norm, _group_norm, _layer_scale)
 
 
@@ -328,8 +346,8 @@ def gradients_by_vmap(
         if isinstance(value, Tensor) and not ok and value.shape[:1] not in ((), (1,)):
             raise UnsupportedModuleError(
                 f"{type(module).__name__} has no rule for per-example gradients: every tensor it "
-                f"is called with must have the batch of {len(grad)} as first dimension, got shape "
-                f"{tuple(value.shape)}"
+                f"is called with must have the batch as first dimension, got one of {value.dim()} "
+                "dimensions whose first is another"
             )
 
     def one(params: dict, example: tuple, g: Tensor) -> Tensor:
@@ -347,6 +365,6 @@ def gradients_by_vmap(
     except RuntimeError as error:
         raise UnsupportedModuleError(
             f"{type(module).__name__} has no rule for per-example gradients, and computing them "
-            f"one by one failed: {error}"
+            f"one by one failed (numbers left out): {_NUMBER.sub('#', str(error))}"
         ) from error
     return [Dense(own[name], _wide(found[name])) for name in trained]

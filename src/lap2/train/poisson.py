@@ -18,13 +18,14 @@ from lap2.noise import new_key
 from lap2.train import randomness
 from lap2.train.errors import BookkeepingError
 from lap2.train.rehearsal import Rehearsed, chosen_records, rehearsed_batches
+from lap2.train.secrecy import StaysHere, forget_locals
 from lap2.train.source import is_plain_tensors
 
 __all__ = ["Consumer", "Piece", "PoissonLoader"]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+@dataclass(frozen=True, slots=True, repr=False)
+class Piece(StaysHere):
     """What the loader handed out: a batch, a piece of one, or a rehearsal.
 
     Attributes:
@@ -57,9 +58,17 @@ class Consumer(Protocol):
         """Whether the model is to be checked before the next batch."""
         ...
 
+    def give_up(self) -> None:
+        """Called when a pass ends with an error: nothing is released of the batch at hand."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class _Drawn:
+    def end_pass(self) -> None:
+        """Called when a pass ends, in whatever way."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Drawn(StaysHere):
     """A part of a sample that is still to be handed out."""
 
     index: np.ndarray
@@ -68,7 +77,7 @@ class _Drawn:
     is_last: bool
 
 
-class PoissonLoader(DataLoader):
+class PoissonLoader(StaysHere, DataLoader):
     """Batches in which every record is included independently with probability ``sampling_prob``.
 
     Inclusion is decided by AES-256 in counter mode under a key from the operating system, with
@@ -88,6 +97,8 @@ class PoissonLoader(DataLoader):
         shard: (rank, size): samples from every size-th record only, beginning with the rank-th.
             The samples of all ranks together are one Poisson sample.
     """
+
+    _instead = "pickle its data set, and its state_dict(), which tells how far the passes have come"
 
     def __init__(
         self,
@@ -182,8 +193,11 @@ class PoissonLoader(DataLoader):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue there: the next pass has only the batches that were left."""
-        self.passes = _validate.integer("passes", state["passes"], least=0)
-        self.position = _validate.integer("position", state["position"], least=0)
+        passes = _validate.integer("passes", state["passes"], least=0)
+        position = _validate.integer("position", state["position"], least=0)
+        if not position < self.steps:
+            raise ValueError(f"position must be below the {self.steps} steps of a pass")
+        self.passes, self.position = passes, position
         self._resumes = True
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -193,7 +207,20 @@ class PoissonLoader(DataLoader):
             self.end_rehearsal()  # it was given up
         self._resumes = self._postponed = self._unused = False
         self._open = this = object()
-        return self._pass(this)
+        return self._guarded(this)
+
+    def _guarded(self, this: object) -> Iterator[Any]:
+        """One pass, of whose batches nothing is left behind, nor shown by its errors."""
+        try:
+            yield from self._pass(this)
+        except Exception as error:
+            if self._consumer is not None and this is self._open:
+                self._consumer.give_up()
+            forget_locals(error)
+            raise
+        finally:
+            if self._consumer is not None:
+                self._consumer.end_pass()
 
     def _pass(self, this: object) -> Iterator[Any]:
         source = self._from_tensors() if self._plain else self._from_workers()

@@ -19,12 +19,14 @@ from lap2.train.attention import attend
 from lap2.train.coverage import Unit, is_attention, plan
 from lap2.train.errors import BookkeepingError
 from lap2.train.gradients import Dense, PerExample, Probes, summed
+from lap2.train.hooks import Hooks, is_ours
 from lap2.train.layers import (
     UnsupportedModuleError,
     best_at_once,
     gradients_by_vmap,
     gradients_of,
     is_known,
+    mark,
     needs_input,
     projection_gradients,
     trains,
@@ -33,6 +35,7 @@ from lap2.train.nested import tensors
 from lap2.train.pooling import is_pooling, max_pool2d
 from lap2.train.precision import full_precision
 from lap2.train.records import Record, Tap, batch_size
+from lap2.train.secrecy import StaysHere, forget_locals
 
 __all__ = ["Recorded", "Recorder"]
 
@@ -68,7 +71,7 @@ class Recorded(NamedTuple):
     loss: str = "records"
 
 
-class Recorder:
+class Recorder(StaysHere):
     """Hooks on a model that record what one or more backward passes reveal.
 
     The model itself, its class and its state_dict stay the user's own. What is recorded how is
@@ -99,8 +102,9 @@ class Recorder:
                     f"parameter {name!r} must be real, got {param.dtype}: keep its real and "
                     "imaginary parts as two parameters"
                 )
+        self.refuse_watched()
         for param in self.params:
-            param._lap2_trained = True  # pyright: ignore[reportAttributeAccessIssue]
+            mark(param, trained=True)
         self._rehearses = rehearses
         self._records: list[Record] = []
         self._arena = Arena()
@@ -116,48 +120,41 @@ class Recorder:
 
     def _hang(self, units: list[Unit]) -> None:
         model = self.model
-        begin = model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-        self._handles = [begin]
-        self._rewritten: list[nn.Module] = []
+        hooks = self._hooks = Hooks()
+        hooks.before(model, self._begin, prepend=True, with_kwargs=True)
+        self._attentions = [unit.module for unit in units if is_attention(unit.module)]
         for unit in units:
-            module, enter = unit.module, partial(self._enter, unit)
-            self._handles.append(module.register_forward_pre_hook(enter))
-            leave = partial(self._leave, unit)
-            self._handles.append(
-                module.register_forward_hook(leave, with_kwargs=True, always_call=True)
-            )
+            module, leave = unit.module, partial(self._leave, unit)
+            hooks.before(module, partial(self._enter, unit))
+            hooks.after(module, leave, with_kwargs=True, always_call=True)
             if is_attention(module):
                 _refuse_replaced(unit)
-                module.forward = partial(self._attend, module)
-                self._rewritten.append(module)
+                hooks.replace(module, "forward", partial(self._attend, module))
         for module in filter(is_pooling, model.modules()):
-            module.forward = partial(self._pool, module)
-            self._rewritten.append(module)
+            hooks.replace(module, "forward", partial(self._pool, module))
         # Last, because the model itself may be a unit.
-        end = model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
-        self._handles.append(end)
+        hooks.after(model, self._end, with_kwargs=True, always_call=True)
         # A tapped output must not be overwritten.
-        self._inplace = [m for m in model.modules() if getattr(m, "inplace", False)]
-        for module in self._inplace:
-            setattr(module, "inplace", False)  # noqa: B010 - not an attribute of all modules
+        for module in model.modules():
+            if getattr(module, "inplace", False):
+                hooks.replace(module, "inplace", False)
 
     def remove(self) -> None:
         """Take all hooks off; the model is as it was."""
-        for handle in self._handles:
-            handle.remove()
-        for module in self._rewritten:
-            module.__dict__.pop("forward", None)
-        for module in self._inplace:
-            setattr(module, "inplace", True)  # noqa: B010
+        self._hooks.remove()
         for param in self.params:
-            del param._lap2_trained  # pyright: ignore[reportAttributeAccessIssue]
+            mark(param, trained=False)
+
+    def free(self) -> None:
+        """Give back the memory in which gradients were formed."""
+        self._arena.free()
 
     def discard(self) -> None:
         """Forget what was recorded."""
         for record in self._records:
             record.forget()
         self._records.clear()
-        self._losses = False
+        self._losses, self._batch = False, 0
 
     def backward(self, losses: Tensor) -> None:
         """Differentiate the sum of one loss for each example.
@@ -165,17 +162,34 @@ class Recorder:
         Raises:
             ValueError: there is not one loss for each example.
         """
+        try:
+            self._differentiate(losses)
+        except Exception as error:
+            self.discard()
+            self._clear_gradients()
+            forget_locals(error)
+            raise
+
+    def _clear_gradients(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def _differentiate(self, losses: Tensor) -> None:
         if not isinstance(losses, Tensor) or losses.dim() != 1 or not losses.requires_grad:
-            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            got = (
+                f"{losses.dim()} dimensions"
+                if isinstance(losses, Tensor)
+                else type(losses).__name__
+            )
+            got += "" if getattr(losses, "requires_grad", True) else " and no gradient"
             raise ValueError(
                 f"losses must be a tensor of one loss for each record, of shape (batch,), that has "
-                f"a gradient; got {shape}: take the loss with reduction='none', and sum or average "
+                f"a gradient; got {got}: take the loss with reduction='none', and sum or average "
                 "it within each record only"
             )
         if self._records and len(losses) != self._batch:
             raise ValueError(
-                f"losses must have one loss for each of the batch's {self._batch} records, got "
-                f"{len(losses)}"
+                "losses must have one loss for each record of the batch, got another number of them"
             )
         self._losses = True
         losses.backward(torch.ones_like(losses))
@@ -191,18 +205,18 @@ class Recorder:
         records, self._records = self._records, []
         records = [r for r in records if r.grad is not None or r.found]
         loss = "records" if self._losses else loss_reduction
-        self._losses = False
+        self._losses, self._batch = False, 0
         batch = records[0].batch if records else 0
         try:
             if batch == 0:
                 return Recorded(0, 1.0, [])
+            self.refuse_watched()
             self._collecting = True  # modules without a rule are run again, unrecorded
             gradients = self._gradients(records, batch)
             self._refuse_other_gradients(gradients)
         finally:
             self._collecting = False
-            for param in self.params:
-                param.grad = None
+            self._clear_gradients()
         scale = float(batch) if loss == "mean" else 1.0
         return Recorded(batch, scale, gradients, self._form, self._precision, loss)
 
@@ -241,8 +255,8 @@ class Recorder:
         for record in records:
             if record.batch != batch:
                 raise BookkeepingError(
-                    f"all forward passes before a step must be of one batch, got {batch} and "
-                    f"{record.batch} examples"
+                    "all forward passes before a step must be of one batch, got two of different "
+                    "sizes"
                 )
             for found in record.gradients():
                 by_param.setdefault(found.param, []).append(found)
@@ -263,11 +277,11 @@ class Recorder:
                 "clipped sums"
             )
         self._refuse_frozen()
+        self.refuse_watched()
         if not self._records:
             self._arena.reset()
             self._compares, self._precision, self._form = self._rehearses(), 0.0, ()
-            for param in self.params:
-                param.grad = None
+            self._clear_gradients()
         self._form = (self._form, self._current_form((args, kwargs)))
         self._batch = batch
         self._in_forward = True
@@ -279,6 +293,17 @@ class Recorder:
                 raise BookkeepingError(
                     f"parameter {name!r} was frozen after the model was made private: noise is "
                     "still drawn for it. Set requires_grad before make_private"
+                )
+
+    def refuse_watched(self) -> None:
+        """Refuse what would be shown gradients that autograd computes for a comparison."""
+        for param, name in self.names.items():
+            if param._backward_hooks or param._post_accumulate_grad_hooks:  # pyright: ignore[reportAttributeAccessIssue]
+                raise BookkeepingError(
+                    f"parameter {name!r} must have no hook of its own, got one (register_hook, or "
+                    "register_post_accumulate_grad_hook; wandb.watch makes them): it would see "
+                    "gradients of private records without noise. Remove it, and look at .grad "
+                    "after the optimizer's step, where loader.ends_batch is True"
                 )
 
     def _current_form(self, called: Any) -> object:
@@ -321,7 +346,7 @@ class Recorder:
             param.requires_grad_(True)
             if unit.how == "copies":
                 module.__dict__.pop(name, None)
-        if output is None or unit.how == "copies" or module in self._rewritten:
+        if output is None or unit.how == "copies" or module in self._attentions:
             return None
         if not isinstance(output, Tensor):
             raise UnsupportedModuleError(
@@ -427,8 +452,8 @@ def _copy_gradient(param: Tensor, grad: Tensor) -> list[PerExample]:
 
 
 def _refuse_replaced(unit: Unit) -> None:
-    forward = getattr(unit.module.__dict__.get("forward"), "func", None)
-    if "forward" in unit.module.__dict__ and getattr(forward, "__func__", None) != Recorder._attend:
+    forward = unit.module.__dict__.get("forward")
+    if forward is not None and not is_ours(forward):
         raise UnsupportedModuleError(
             f"module {unit.name!r} must have its class's own forward, got a replaced one"
         )

@@ -13,12 +13,13 @@ from torch import Tensor
 from lap2.train.errors import BookkeepingError
 from lap2.train.gradients import PerExample
 from lap2.train.nested import tensors
+from lap2.train.secrecy import StaysHere, forget_locals
 
 __all__ = ["Record", "Tap", "batch_size"]
 
 
-@dataclass(eq=False)
-class Record:
+@dataclass(eq=False, repr=False)
+class Record(StaysHere):
     """One use of a module's parameters.
 
     Attributes:
@@ -68,8 +69,8 @@ class Record:
             )
         if self.grad is not None and self.grad.shape[0] != self.batch:
             raise BookkeepingError(
-                f"every layer must see the batch of {self.batch} as its first dimension, got "
-                f"{self.grad.shape[0]} in a {self.name}"
+                "every layer must see the batch as its first dimension, got another one in a "
+                f"{self.name}"
             )
         found = self.found + (self.rule(self.grad) if self.grad is not None else [])
         self.forget()
@@ -93,7 +94,12 @@ class Tap(torch.autograd.Function):
     def backward(ctx, grad):
         """Pass the gradient on."""
         with torch.no_grad():
-            ctx.receive(grad.detach())
+            try:
+                ctx.receive(grad.detach())
+            except Exception as error:
+                del grad
+                forget_locals(error)
+                raise
         return grad if ctx.needs_input_grad[0] else None, None, None
 
 

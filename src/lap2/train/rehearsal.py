@@ -25,6 +25,7 @@ from lap2.train.errors import BookkeepingError
 from lap2.train.gradients import Probes
 from lap2.train.nested import tensors
 from lap2.train.rounding import HALF
+from lap2.train.secrecy import StaysHere
 
 __all__ = ["CHANGED", "Rehearsal", "Rehearsed", "chosen_records", "rehearsed_batches"]
 
@@ -146,7 +147,7 @@ def rehearsed_batches(
         maker.restore()
 
 
-class Rehearsal:
+class Rehearsal(StaysHere):
     """Compares what records contribute from one small batch to the next.
 
     Args:
@@ -168,7 +169,7 @@ class Rehearsal:
         self.failure = ""
         """Why the last one was refused; empty once one has passed."""
         self.was_moved = 0.0
-        """The most by which any record's gradient differed, as a share of it."""
+        """The most by which any record's gradient differed, as a share of it; it is private."""
 
     def is_due(self, step: int) -> bool:
         """Whether it is time for one: before steps 0, 1, 2, 4, 8, and so on."""
@@ -177,6 +178,11 @@ class Rehearsal:
     def has_passed(self, form: object) -> bool:
         """Whether the model has been checked in this form."""
         return form in self._passed
+
+    @property
+    def has_passed_once(self) -> bool:
+        """Whether the model has been checked in any form."""
+        return bool(self._passed)
 
     @property
     def open_names(self) -> set[str]:
@@ -238,12 +244,16 @@ class Rehearsal:
         size = _length(theirs) + _NEGLIGIBLE
         moved = torch.where(usable, _length(ours - theirs) / size, 0.0)
         worst = float(moved.max()) if len(moved) else 0.0
-        if worst > _tolerance(precision):
-            self._fail(_REASONS[rehearsed.kind].format(worst))
         self.was_moved = max(self.was_moved, worst)
+        if worst > _tolerance(precision):
+            self._fail(_REASONS[rehearsed.kind])
         self.has_compared_sizes = self.has_compared_sizes or rehearsed.kind == "without"
         if rehearsed.is_last:
             self._settle(step)
+
+    def forget(self) -> None:
+        """Hold nothing of the batches that were compared so far."""
+        self._first = None
 
     def _fail(self, reason: str) -> NoReturn:
         """Nothing is released any more before a rehearsal has passed."""
@@ -295,19 +305,19 @@ def _tolerance(precision: float) -> float:
 _REASONS: dict[Kind, str] = {
     "first": "",
     "again": (
-        "the same batch gave other gradients the second time (by {:.1%}): something is "
+        "the same batch gave other gradients the second time: something is "
         "remembered from batch to batch, in the model, the loss or the data set, or random numbers "
         "come from a generator of its own. One record then moves more than its own contribution: "
         "remember nothing of private batches"
     ),
     "replaced": (
         "examples are mixed: with some records of a batch replaced, what another one contributes "
-        "changed by {:.1%}. The model, the loss or the collate function computes something "
+        "changed. The model, the loss or the collate function computes something "
         "over the whole batch, also if no gradient flows through it: normalise, attend and average "
         "within each example, and give engine.backward one loss for each record"
     ),
     "without": (
-        "with some records of a batch left out, what another one contributes changed by {:.1%}. "
+        "with some records of a batch left out, what another one contributes changed. "
         "The loss does not reduce over the batch as loss_reduction says (a mean over "
         "tokens, a weighted mean, or a sum declared as mean), or what a record is padded to "
         "depends on the others and is counted: give engine.backward one loss for each record, and "

@@ -3,15 +3,15 @@
 # pyright: basic
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lap2.accountant import Accountant
 from lap2.noise import Sampler
-from lap2.train.budget import Budget
-from lap2.train.checkpoint import Journal
 from lap2.train.clip import ClippedGroup, Clipping
 from lap2.train.denoise import Denoiser
 from lap2.train.distributed import World
@@ -22,13 +22,15 @@ from lap2.train.precision import full_precision
 from lap2.train.recorder import Recorded, Recorder
 from lap2.train.rehearsal import CHANGED, Rehearsal, Rehearsed
 from lap2.train.rounding import HALF
+from lap2.train.run import RUN, Run, load_with_run
 from lap2.train.schedules import Schedules
+from lap2.train.secrecy import StaysHere, forget_locals, reduced_as
 from lap2.train.writes import Writes
 
 __all__ = ["PrivateStep", "make_step_private"]
 
 
-class PrivateStep:
+class PrivateStep(StaysHere):
     """Clip, add noise, denoise: everything between ``backward`` and the optimizer's own step."""
 
     def __init__(
@@ -41,22 +43,20 @@ class PrivateStep:
         divisor: float,
         denoiser: Denoiser,
         loss_reduction: str,
-        accountant: Accountant,
-        sampling_prob: float,
+        run: Run,
         world: World,
         rounding: float,
         rehearse: bool,
         sums: torch.dtype,
         public_state: Sequence[str],
+        caveats: Sequence[str],
     ) -> None:
         """Describe the release once; every step repeats it."""
         self.loader, self.sampler, self.scale, self.divisor = loader, sampler, scale, divisor
-        self.mechanism = plan.describe(scale, plan.spacing(sampler, scale, world), rounding)
+        self.run, self._given_caveats = run, tuple(caveats)
         self.total_clip, self.rounding = plan.total_clip, rounding
-        self.denoiser, self.skipped, self.released = denoiser, 0, 0
+        self.denoiser, self.skipped = denoiser, 0
         self.taus: list[float] = []
-        self.budget: Budget | None = None
-        self.journal: Journal | None = None
         self.losses: set[str] = set()
         """How the losses of the steps taken were reduced."""
         self.unchecked: set[str] = set()
@@ -67,9 +67,8 @@ class PrivateStep:
         power = 1 if plan.mechanism == "laplace-l1" else 2
         self.clipping = Clipping(plan.groups, plan.clips, power, sums, world.size)
         self.schedules = Schedules(plan.optimizer)
-        self._world = world
+        self.world = world
         self._plan, self._reduction = plan, loss_reduction
-        self._accountant, self.sampling_prob = accountant, sampling_prob
         self._held = sorted(id(p) for p in plan.params)
         self._state = self._current_state()
         self._sums: list[Tensor] = []
@@ -90,8 +89,8 @@ class PrivateStep:
         """Nothing of the last piece may be left over, and a batch needs a budget for its step."""
         self.recorder.discard()
         rehearses = piece.rehearsal is not None
-        if piece.is_first and not rehearses and self.budget is not None:
-            self.budget.check()
+        if piece.is_first and not rehearses:
+            self.run.check()
         self._writes.begin(bits=rehearses)
         if self.rehearsal is not None:
             self.rehearsal.begin()
@@ -102,7 +101,23 @@ class PrivateStep:
         self._postponed = False
         return self.rehearsal is not None and self.rehearsal.is_due(self._taken)
 
-    @torch.no_grad()
+    def give_up(self) -> None:
+        """Hold nothing of the batch at hand, and leave no gradient of it."""
+        self.recorder.discard()
+        self.recorder.free()
+        self._clear_sums()
+        if self.loader is not None:
+            self.loader.end_rehearsal()
+        if self.rehearsal is not None:
+            self.rehearsal.forget()
+        held = (p for group in self._plan.optimizer.param_groups for p in group["params"])
+        for param in chain(self._plan.module.parameters(), held):
+            param.grad = None
+
+    def end_pass(self) -> None:
+        """Keep no memory in which gradients were formed; the next pass will have its own."""
+        self.recorder.free()
+
     def advance(self) -> bool:
         """Take in what was recorded; at the end of a batch, put the noisy gradient into ``.grad``.
 
@@ -112,27 +127,33 @@ class PrivateStep:
         """
         self.schedules.restore()
         try:
-            piece = None if self.loader is None else self.loader.take()
-            self._refuse_changes()
-            with full_precision():
-                recorded = self.recorder.collect(loss_reduction=self._reduction)
-                released = self._take_in(recorded, piece)
-        except BaseException:
-            self.recorder.discard()
-            self._is_begun = False
-            if self.loader is not None:
-                self.loader.end_rehearsal()
+            with torch.no_grad():
+                if not self._is_complete():
+                    return False
+                self._release()
+        except BaseException as error:
+            self.give_up()
+            forget_locals(error)
             raise
-        del recorded  # and the activations it holds, before the noise needs memory
-        if not released:
-            return False
-        self._release()
         return True
+
+    def _is_complete(self) -> bool:
+        """Take in what was recorded; whether the batch ends with it."""
+        piece = None if self.loader is None else self.loader.take()
+        self._refuse_changes()
+        with full_precision():
+            recorded = self.recorder.collect(loss_reduction=self._reduction)
+            return self._take_in(recorded, piece)
 
     def _take_in(self, recorded: Recorded, piece: Piece | None) -> bool:
         """Add to the sum of the batch; whether that is complete."""
         if piece is not None and piece.is_first and piece.rehearsal is None:
-            self._is_begun = False  # another was given up before its end
+            self._clear_sums()  # another was given up before its end
+        if piece is not None and not piece.is_first and not self._is_begun:
+            raise BookkeepingError(
+                "all pieces of a batch are released together, or none: one was refused before. "
+                "Go on with the next pass over the loader"
+            )
         if piece is None or piece.size:
             _refuse_unfit(recorded, piece)
             total = recorded.batch if piece is None else piece.total
@@ -198,12 +219,13 @@ class PrivateStep:
                 "were replaced, added, frozen or unfrozen since. Wrap, shard or change the model "
                 "before make_private"
             )
-        if World.current() != self._world:
+        if World.current() != self.world:
             raise BookkeepingError(
                 f"the process group must be as it was when the model was made private, "
-                f"{self._world}, got {World.current()}: initialise torch.distributed before that"
+                f"{self.world}, got {World.current()}: initialise torch.distributed before that"
             )
-        self._writes.check()
+        if self.loader is not None:  # else nobody knows when a batch began, nor claims anything
+            self._writes.check()
 
     def _current_state(self) -> list[tuple[int, torch.Size, bool]]:
         return [(id(p), p.shape, p.requires_grad) for p in self._plan.module.parameters()]
@@ -220,40 +242,52 @@ class PrivateStep:
         if not self._sums:
             self._sums = self._plan.blank()
             self._parts = self._plan.parts(self._sums)
-        elif not self._is_begun:
+        self._is_begun = True
+
+    def _clear_sums(self) -> None:
+        """Leave nothing of a batch, which could be without noise."""
+        if self._is_begun:
             for total in self._sums:
                 total.zero_()
-        self._is_begun = True
+        self._is_begun = False
 
     def _release(self) -> None:
         """Account, add noise once to every coordinate, denoise, divide by the public batch size."""
         self._begin_sum()
-        self._is_begun = False
         release = self._plan.prepare(self._sums)
-        self._enter()
-        self._world.release(
+        self.run.enter(self.caveats())
+        self.world.release(
             release, lambda part: self.sampler.add(part, self.scale), sliced=self.sampler.is_secure
         )
         self.taus = self.denoiser(release, self.scale)
         means = self._plan.restore(release, 1 / self.divisor)
+        self._clear_sums()
         for param, mean in zip(self._plan.params, means, strict=True):
             param.grad = mean
         self._taken += 1
         if self.loader is not None:
             self.loader.finish_batch()
 
-    def _enter(self) -> None:
-        """Enter the step in the journal, if there is one, and in the ledger: before its noise."""
-        if self.budget is not None:
-            self.budget.check()
-        if self.journal is not None and self._world.rank == 0:
-            self.journal.record(self.released + 1)
-        self.account(1)
-        self.released += 1
-
-    def account(self, steps: int) -> None:
-        """Enter steps in the ledger."""
-        self._accountant.compose(self.mechanism, sampling_prob=self.sampling_prob, steps=steps)
+    def caveats(self) -> tuple[str, ...]:
+        """Why the steps are no guarantee, beside what their ledger entry says of the noise."""
+        caveats: list[str] = list(self._given_caveats)
+        if self.rehearsal is None:
+            caveats.append(
+                "rehearse=False: nobody has checked that no record's gradient depends on others"
+            )
+        elif self.rehearsal.has_passed_once and not self.rehearsal.has_compared_sizes:
+            caveats.append(
+                "batches of different sizes were not compared, because the loop or the collate "
+                "function draws random numbers that rehearsals cannot fix (of NumPy, say): use "
+                "torch's"
+            )
+        if self.unchecked:
+            names = sorted(self.unchecked)
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+            caveats.append(f"parameters were trained that no rehearsal has checked so far: {shown}")
+        if self.clipping.dtype != torch.float64:
+            caveats.append("sums='float32': what rounding does to norms and sums is not accounted")
+        return tuple(caveat[:1000] for caveat in caveats)
 
 
 def _refuse_unfit(recorded: Recorded, piece: Piece | None) -> None:
@@ -267,8 +301,8 @@ def _refuse_unfit(recorded: Recorded, piece: Piece | None) -> None:
     expected = len(piece.rehearsal.records) if piece and piece.rehearsal else piece and piece.size
     if piece is not None and recorded.batch != expected:
         raise BookkeepingError(
-            "a step must be taken on the batch that the loader yielded, of "
-            f"{expected} records; the recorded one has {recorded.batch}"
+            "a step must be taken on the batch that the loader yielded, got one with another "
+            "number of records"
         )
     if recorded.loss == "mean" and recorded.precision > HALF:
         raise BookkeepingError(
@@ -295,11 +329,21 @@ def make_step_private(optimizer: Optimizer, private: PrivateStep) -> None:
             "optimizer private before anything else wraps it"
         )
 
+    def state_dict(self):
+        return {**base.state_dict(self), RUN: asdict(private.run.state())}
+
+    def load_state_dict(self, state_dict):
+        load_with_run(private.run, state_dict, partial(base.load_state_dict, self))
+
     def step(self, closure=None):
-        if closure is not None:
-            raise ValueError("closure must be None: a private step cannot evaluate the loss again")
+        loss = None
+        if closure is not None:  # it is called once: forward and backward of the batch at hand
+            with torch.enable_grad():
+                loss = closure()
         self._opt_called = True  # schedulers look for it
-        return base.step(self) if private.advance() else None
+        if private.advance():
+            base.step(self)
+        return loss
 
     def add_param_group(_self, _param_group):
         raise ValueError(
@@ -307,6 +351,15 @@ def make_step_private(optimizer: Optimizer, private: PrivateStep) -> None:
             "without noise. Give them to it before make_private"
         )
 
+    def reduced(self, protocol):  # a pickle or copy is an ordinary optimizer, of its own class
+        return reduced_as(base, base.__reduce_ex__(self, protocol), type(self))
+
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    members = {"step": step, "add_param_group": add_param_group}
+    members = {
+        "step": step,
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
+        "add_param_group": add_param_group,
+        "__reduce_ex__": reduced,
+    }
     optimizer.__class__ = type(f"Private{base.__name__}", (base,), members)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lap2.train.errors import BookkeepingError
+from lap2.train.secrecy import StaysHere
 
 __all__ = ["Writes"]
 
@@ -23,7 +24,7 @@ class _Mark(NamedTuple):
     bits: int | None
 
 
-class Writes:
+class Writes(StaysHere):
     """Tells which parameters and buffers of a model were written since :meth:`begin`.
 
     Written means: changed in place, however torch counts it, replaced, added or removed. Writes
