@@ -15,7 +15,7 @@ from numba import types
 from numba.core import config
 from numba.extending import intrinsic
 
-from lap2._arrays import finite_range
+from lap2.noise.arrays import finite_range
 
 __all__ = ["add", "fits", "gaussian", "laplace"]
 
@@ -166,7 +166,7 @@ def _add(values, noise, grid, lowest, highest):
 
 @numba.njit(nogil=True, cache=True)
 def fits(values, limit):
-    """Compiled :func:`lap2._noise_numpy.fits`."""
+    """Compiled :func:`lap2.noise.grid_numpy.fits`."""
     outside = 0
     for i in range(values.size):
         outside += np.int64(not abs(values[i]) < limit)
@@ -174,15 +174,15 @@ def fits(values, limit):
 
 
 def laplace(words, ratio, noise):
-    """Compiled :func:`lap2._noise_numpy.laplace`."""
+    """Compiled :func:`lap2.noise.grid_numpy.laplace`."""
     return np.flatnonzero(np.isnan(noise)) if _laplace(words, ratio, noise) else _NONE
 
 
 def gaussian(words, ratio, noise):
-    """Compiled :func:`lap2._noise_numpy.gaussian`."""
+    """Compiled :func:`lap2.noise.grid_numpy.gaussian`."""
     return np.flatnonzero(np.isnan(noise)) if _gaussian(words, ratio, noise) else _NONE
 
 
 def add(values, noise, grid):
-    """Compiled :func:`lap2._noise_numpy.add`."""
+    """Compiled :func:`lap2.noise.grid_numpy.add`."""
     _add(values, noise, grid, *finite_range(values.dtype))

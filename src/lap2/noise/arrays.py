@@ -1,14 +1,16 @@
 """NumPy arrays and torch tensors as flat, writable pieces, without copies of more than a chunk."""
 
+import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Flat", "finite_range", "flat_parts"]
+__all__ = ["Flat", "Floats", "Segment", "finite_range", "flat_parts", "for_each", "segments"]
 
 Floats = NDArray[np.float64] | NDArray[np.float32]
 _DIRECT = (np.dtype(np.float32), np.dtype(np.float64))
@@ -28,6 +30,47 @@ class Flat(Protocol):
         With ``write``, what the caller changes in a chunk is in the original when the next begins.
         """
         ...
+
+
+class Segment(NamedTuple):
+    """A run of coordinates that one thread works on.
+
+    Attributes:
+        part: of which it is.
+        start: where in the part.
+        stop: where in the part it ends.
+        position: of its first coordinate, among those of all parts.
+    """
+
+    part: Flat
+    start: int
+    stop: int
+    position: int
+
+    def chunks(self, length: int, *, write: bool) -> Generator[Floats]:
+        """See :meth:`Flat.chunks`."""
+        return self.part.chunks(length, self.start, self.stop, write=write)
+
+
+def segments(parts: Sequence[Flat], length: int) -> list[Segment]:
+    """The parts in segments of at most ``length``."""
+    found: list[Segment] = []
+    position = 0
+    for part in parts:
+        starts = range(0, part.size, length)
+        found += [Segment(part, at, min(part.size, at + length), position + at) for at in starts]
+        position += part.size
+    return found
+
+
+def for_each(task: Callable[[Segment], None], found: Sequence[Segment], *, share: bool) -> None:
+    """Do a task for all segments, shared by all cores or not."""
+    if share:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(task, found))
+    else:
+        for segment in found:
+            task(segment)
 
 
 @lru_cache

@@ -5,13 +5,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from lap2._arrays import finite_range
+from lap2.noise.arrays import Floats, finite_range
 
-__all__ = ["Floats", "Noise", "Words", "add", "fits", "gaussian", "laplace"]
+__all__ = ["Noise", "Words", "add", "fits", "gaussian", "laplace"]
 
 Words = NDArray[np.uint64]
 Noise = NDArray[np.float64]
-Floats = NDArray[np.float64] | NDArray[np.float32]
 
 _U = np.uint64((1 << 63) - 1)
 """The bits of a word that belong to the uniform variate; the other one is the sign."""

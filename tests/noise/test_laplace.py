@@ -27,8 +27,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import lap2
-from lap2 import _noise_compiled, _noise_numpy, noise
-from lap2._noise_exact import laplace_floor
 from lap2.noise import (
     EntropyError,
     ReproducibleGaussian,
@@ -36,11 +34,13 @@ from lap2.noise import (
     SecureGaussian,
     SecureLaplace,
     accounted_noise_multiplier,
+    grid_compiled,
+    grid_numpy,
 )
+from lap2.noise import grid as noise
+from lap2.noise.grid_exact import laplace_floor
 
-KERNELS = pytest.mark.parametrize(
-    "kernel", [_noise_numpy, _noise_compiled], ids=["numpy", "compiled"]
-)
+KERNELS = pytest.mark.parametrize("kernel", [grid_numpy, grid_compiled], ids=["numpy", "compiled"])
 LAWS = pytest.mark.parametrize("secure", [SecureLaplace, SecureGaussian])
 PATHS = pytest.mark.parametrize("compiled", [False, True], ids=["numpy", "compiled"])
 FLOATS = pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -434,6 +434,11 @@ def test_small_words_wait_for_their_following_bits(kernel, ratio):
     assert cut > 50  # that many were at stake
 
 
+def key_stream(counter, size):
+    mode = modes.CTR(counter.to_bytes(16, "big"))
+    return Cipher(algorithms.AES(KEY), mode).encryptor().update(bytes(size))
+
+
 @KERNELS
 @RATIOS
 def test_undecided_words_are_settled_right(kernel, ratio):
@@ -442,7 +447,7 @@ def test_undecided_words_are_settled_right(kernel, ratio):
     keyed = noise._KeyedNoise(kernel, "laplace", KEY, 1.0, ratio)
     wrong = 0
     for index, word in enumerate(words.tolist()):
-        extension = keyed._encryptor((1 << 127) + (index << 32)).update(bytes(40))
+        extension = key_stream((1 << 127) + (index << 32), 40)
         u = ((word & U_MASK) << 320) | int.from_bytes(extension, "big")
         steps = mp_floor(u, 63 + 320, ratio) + 0.5
         wrong += keyed._refined(words, index, index) != (-steps if word >> 63 else steps)
@@ -452,7 +457,7 @@ def test_undecided_words_are_settled_right(kernel, ratio):
 @RATIOS
 def test_following_bits_decide_at_the_boundary_and_are_used(ratio):
     """The negative control of the last test: without more bits, some answers would be wrong."""
-    keyed = noise._KeyedNoise(_noise_numpy, "laplace", KEY, 1.0, ratio)
+    keyed = noise._KeyedNoise(grid_numpy, "laplace", KEY, 1.0, ratio)
     words = boundary_words(ratio) & np.uint64(U_MASK)
     cut = [mp_floor(word, 63, ratio) + 0.5 for word in words.tolist()]
     settled = [keyed._refined(words, index, index) for index in range(words.size)]
@@ -619,9 +624,9 @@ def test_entropy_failure_is_fatal_and_changes_nothing(error, secure, monkeypatch
 
 
 def test_numba_is_optional(monkeypatch):
-    monkeypatch.delattr(lap2, "_noise_compiled")
-    monkeypatch.setitem(sys.modules, "lap2._noise_compiled", None)
-    assert SecureLaplace()._kernel is _noise_numpy
+    monkeypatch.delattr(lap2.noise, "grid_compiled")
+    monkeypatch.setitem(sys.modules, "lap2.noise.grid_compiled", None)
+    assert SecureLaplace()._kernel is grid_numpy
     with pytest.raises(ImportError, match="compiled=True needs numba"):
         SecureLaplace(compiled=True)
 
@@ -890,7 +895,7 @@ def test_rounding_widens_the_distance_of_two_sums_by_no_more(scale, rows):
     one = np.array([x if far else math.floor(x / grid) * grid for x, _, far in rows])
     other = one + np.array([d * (1.0 if far else grid) for _, d, far in rows])
     rounded = []
-    for kernel in (_noise_numpy, _noise_compiled):
+    for kernel in (grid_numpy, grid_compiled):
         a, b = one.copy(), other.copy()
         kernel.add(a, np.zeros(a.size), grid)
         kernel.add(b, np.zeros(b.size), grid)
@@ -910,7 +915,7 @@ def test_added_sensitivity_is_not_more_than_needed():
     a, b = np.full(100, 0.499 * grid), np.full(100, 0.501 * grid)
     before = np.linalg.norm(b - a)
     for values in (a, b):
-        _noise_numpy.add(values, np.zeros(100), grid)
+        grid_numpy.add(values, np.zeros(100), grid)
     added = SecureLaplace().added_sensitivity(1.0, 100)
     assert 0.99 * added < np.linalg.norm(b - a) - before <= added
 
