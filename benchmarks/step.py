@@ -47,7 +47,7 @@ LEARNING_RATE = 1e-3
 TOKENS, VOCABULARY = 64, 30_522
 
 PLAIN, LAP2, LAP2_POISSON = "plain SGD", "lap2", "lap2, Poisson batches"
-LAP2_LINEAR = "lap2, denoise='none'"
+LAP2_VALUES = "lap2, release='values'"
 SAMPLE, NEXT = "lap2, sample()", "lap2, sample and gather"
 OPACUS_MODES = ("hooks", "functorch", "ew", "ghost")
 JAX, JAX_PRIVACY = "jax vmap", "jax_privacy clipped_grad"
@@ -176,7 +176,7 @@ def endless(loader: PoissonLoader | DataLoader) -> Iterator[Batch]:
         yield from loader
 
 
-def of_lap2(case: Case, dataset: TensorDataset, *, denoise: str = "auto") -> Contestant:
+def of_lap2(case: Case, dataset: TensorDataset, **settings: Any) -> Contestant:
     """The default step. A data set of one batch is sampled with probability 1: always the same."""
     model = case.new_model()
     model, optimizer, loader = PrivacyEngine().make_private(
@@ -185,7 +185,7 @@ def of_lap2(case: Case, dataset: TensorDataset, *, denoise: str = "auto") -> Con
         data_loader=DataLoader(dataset, batch_size=case.batch),
         noise_multiplier=NOISE_MULTIPLIER,
         max_grad_norm=CLIP,
-        denoise=denoise,
+        **settings,
         rehearse=False,  # small batches now and then would count as steps; see rehearsals.py
     )
     return Contestant(loop_body(model, optimizer), endless(loader))
@@ -286,7 +286,7 @@ def makers(case: Case, shared: Batch) -> dict[str, Callable[[], Contestant]]:
     found: dict[str, Callable[[], Contestant]] = {
         PLAIN: lambda: plain(case),
         LAP2: lambda: of_lap2(case, case.records(case.batch)),
-        LAP2_LINEAR: lambda: of_lap2(case, case.records(case.batch), denoise="none"),
+        LAP2_VALUES: lambda: of_lap2(case, case.records(case.batch), release="values"),
     }
     peers = [(f"Opacus {m}", "opacus", lambda m=m: of_opacus(case, m)) for m in OPACUS_MODES]
     if case is CASES["cnn"]:

@@ -7,13 +7,13 @@ import pytest
 
 import lap2
 from lap2.planner import steps_for
-from lap2.signal import clamp_variance, copies, effective_variance
+from lap2.signal import copies, effective_variance, spread_size
 
 
-def test_clamp_variance_matches_theory():
-    table = [(1e-3, 1.0), (0.1, 1.03), (0.3, 1.10), (1.0, 1.32), (60.0, 2.0)]
+def test_variance_of_clamps_and_signs_matches_theory():
+    table = [(0.0, 1.0), (1e-3, 1.0), (0.1, 1.03), (0.3, 1.10), (1.0, 1.32), (60.0, 2.0)]
     for tau, value in table:
-        assert clamp_variance(tau) == pytest.approx(value, abs=6e-3)
+        assert effective_variance(0.0, tau) == pytest.approx(value, abs=6e-3)
 
 
 @pytest.mark.parametrize(("signal", "tau"), [(0.0, 0.3), (0.5, 0.3), (0.5, 2.0), (2.0, 1.0)])
@@ -28,35 +28,49 @@ def test_effective_variance_by_simulation(signal, tau):
     assert effective_variance(signal, tau * 1.5) != pytest.approx(estimate, rel=0.02)
 
 
-def test_clamping_never_beats_the_fisher_information():
-    for signal in (0.0, 0.01, 0.1, 1.0, 10.0, 1e4):
-        tau, variance = lap2.best_clamp(signal)
-        assert 1 <= variance <= 2
-        assert tau > signal or math.isinf(tau)
+@pytest.mark.parametrize("signal", [0.0, 0.1, 0.5, 2.0])
+def test_effective_variance_of_signs_by_simulation(signal):
+    z = np.random.default_rng(3).laplace(size=2_000_000)
+    mean, step = np.mean(signal + z > 0), 0.05
+    slope = np.mean(abs(signal + z) < step) / step  # of twice the probability
+    assert effective_variance(signal) == pytest.approx(4 * mean * (1 - mean) / slope**2, rel=0.03)
+    assert effective_variance(signal) >= 1  # the Fisher information
 
 
 def test_signal_to_noise_of_the_three_uses():
     run = {"dimension": 10_000, "batch_size": 100, "steps": 50, "signal": 0.01}
     gaussian = lap2.signal_to_noise(lap2.Gaussian(2.0), **run)
-    linear = lap2.signal_to_noise(lap2.Laplace(2.0, 10_000), **run, denoise=False)
-    denoised = lap2.signal_to_noise(lap2.Laplace(2.0, 10_000), **run)
+    values = lap2.signal_to_noise(lap2.Laplace(2.0, 10_000), **run)
+    bits = lap2.signal_to_noise(lap2.Laplace(2.0, 10_000), **run, copies=1)
     assert gaussian.per_step == pytest.approx(1**2 / (10_000 * 4))
     assert gaussian.total == pytest.approx(50 * gaussian.per_step)
-    assert linear.per_step == pytest.approx(gaussian.per_step / 2)
-    assert 0.97 < denoised.per_step / gaussian.per_step < 1
+    assert values.per_step == pytest.approx(gaussian.per_step / 2)
+    assert 0.97 < bits.per_step / gaussian.per_step < 1
     with pytest.raises(TypeError, match="single group"):
         lap2.signal_to_noise(lap2.Joint([lap2.Gaussian(1.0)]), **run)
+    with pytest.raises(ValueError, match="copies must be 0 for Gaussian"):
+        lap2.signal_to_noise(lap2.Gaussian(1.0), **run, copies=1)
 
 
-def test_strong_signals_are_denoised_as_well_as_training_does_it():
-    """Alone, a coordinate with a signal of half the noise keeps 1 / 1.45; 13 copies of it more."""
+def test_copies_make_up_for_strong_signals():
     run = {"dimension": 10_000, "batch_size": 100, "steps": 50, "signal": 1.0}
     gaussian = lap2.signal_to_noise(lap2.Gaussian(2.0), **run)
-    denoised = lap2.signal_to_noise(lap2.Laplace(2.0, 10_000), **run)
-    assert 0.85 < denoised.per_step / gaussian.per_step < 0.9
-    assert [copies(n) for n in (1, 31, 32, 10_000, 65_536, 65_537, 10**9)] == [
-        *(1, 1, 4096, 13, 2, 1, 1)
-    ]
+    alone, several = (
+        lap2.signal_to_noise(lap2.Laplace(2.0, 10_000), **run, copies=k) for k in (1, 64)
+    )
+    assert alone.per_step / gaussian.per_step < 0.5
+    assert 0.85 < several.per_step / gaussian.per_step < 0.9
+
+
+def test_auto_copies_keep_signals_small_within_bounds():
+    """A sum of B clips is a quarter of the noise or less, in root mean square, if time allows."""
+    for n, batch, noise in [(10_000, 100, 2.0), (100, 64, 1.0), (10**6, 32, 1.0), (7, 256, 0.5)]:
+        k = copies(n, batch_size=batch, noise_multiplier=noise)
+        assert batch / noise / math.sqrt(n * k) <= 0.25
+        assert k == 1 or batch / noise / math.sqrt(n * k / 2) > 0.25
+    assert copies(26_048, batch_size=1024, noise_multiplier=0.5) == 64  # no more than 2^21 bits
+    assert copies(10**8, batch_size=65_536, noise_multiplier=0.01) == 512  # or a tenth of the step
+    assert copies(10**8, batch_size=100, noise_multiplier=0.01) == 1
 
 
 def test_constant_ratio_keeps_the_signal_but_not_the_privacy():
@@ -83,9 +97,13 @@ MNIST = {
 def test_plan_is_calibrated_and_says_no_difference_where_there_is_none():
     plan = lap2.plan(**MNIST)
     assert plan.recommendation == "no difference"
-    options = {option.name: option for option in plan.options}
+    options = {option.name: option for option in plan.options if not option.copies}
     assert not options["published"].is_guarantee
+    bits = plan.options[0]
+    assert (bits.name, bits.release) == ("laplace", "bits")
+    released = spread_size(26010) * bits.copies
     for name, mechanism in [
+        ("bits", lap2.Laplace(bits.noise_multiplier, released)),
         ("laplace", lap2.Laplace(options["laplace"].noise_multiplier, 26010)),
         ("gaussian", lap2.Gaussian(options["gaussian"].noise_multiplier)),
         ("laplace-l1", lap2.LaplaceL1(options["laplace-l1"].noise_multiplier)),
@@ -96,13 +114,14 @@ def test_plan_is_calibrated_and_says_no_difference_where_there_is_none():
         assert 0.9999 <= accountant.get_epsilon(1e-5) <= 1, name
     ratio = options["laplace"].noise_to_signal / options["gaussian"].noise_to_signal
     assert ratio == pytest.approx(math.sqrt(2), rel=2e-3)
+    assert bits.noise_to_signal / options["gaussian"].noise_to_signal < 1.03
 
 
 def test_plan_finds_the_regions_where_one_side_wins():
     one = {"dataset_size": 1000, "batch_size": 1000, "epochs": 1, "dimension": 1}
     win = lap2.plan(**one, epsilon=1.0, delta=1e-10)
     assert win.recommendation == "laplace"
-    laplace, gaussian = win.options[0], win.options[1]
+    laplace, gaussian = win.options[1], win.options[2]
     assert laplace.noise_to_signal / gaussian.noise_to_signal == pytest.approx(0.23, abs=0.01)
     loud = lap2.plan(**{**MNIST, "batch_size": 6000, "dimension": 100, "signal": 1.0})
     assert loud.recommendation == "gaussian"

@@ -36,7 +36,7 @@ from lap2.mechanism import (
 )
 from lap2.planner import Plan, plan
 from lap2.sampling import univariate_log_moment
-from lap2.signal import best_clamp, same_noise_ratio, signal_to_noise
+from lap2.signal import same_noise_ratio, signal_to_noise
 
 __version__ = "0.1.0"
 
@@ -56,7 +56,6 @@ __all__ = [
     "NotAGuaranteeWarning",
     "Plan",
     "PublishedLaplace",
-    "best_clamp",
     "bracket",
     "calibrate_clip",
     "calibrate_noise",

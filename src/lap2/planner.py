@@ -15,7 +15,7 @@ from lap2.mechanism import (
     PublishedLaplace,
     SingleGroup,
 )
-from lap2.signal import signal_to_noise
+from lap2.signal import copies, signal_to_noise, spread_size
 
 __all__ = ["Option", "Plan", "plan", "steps_for"]
 
@@ -28,24 +28,24 @@ class Option:
     """One mechanism, calibrated to the target.
 
     Attributes:
-        name: as on the command line. noise_multiplier: b / C, or sigma / C. order: the moment's
-        order that gave epsilon. noise_to_signal: standard deviation of the noise on a coordinate
-        of the released mean gradient,
-            over the root mean square of the mean clipped gradient's coordinates; noise used
-            linearly.
-        denoised_noise_to_signal: the same after the best clamp (unchanged for Gaussian noise).
-        effective_variance: variance per coordinate of the released sum after it, in units of C^2.
-        tau: that clamp in noise scales; None for Gaussian noise.
+        name: as on the command line.
+        release: "bits" or "values".
+        copies: of each coordinate, whose signs are released; 0 for values.
+        noise_multiplier: b / C, or sigma / C.
+        order: the moment's order that gave epsilon.
+        noise_to_signal: standard deviation of the noise on a coordinate of the released mean
+            gradient, over the root mean square of the mean clipped gradient's coordinates.
+        effective_variance: of the noise on a coordinate of the released sum, in units of C^2.
         is_guarantee: False for the published bound, which is never recommended.
     """
 
     name: str
+    release: str
+    copies: int
     noise_multiplier: float
     order: float
     noise_to_signal: float
-    denoised_noise_to_signal: float
     effective_variance: float
-    tau: float | None
     is_guarantee: bool
 
 
@@ -102,25 +102,14 @@ def plan(
     with warnings.catch_warnings():
         # Its row says so itself.
         warnings.simplefilter("ignore", NotAGuaranteeWarning)
-        templates: dict[str, SingleGroup] = {
-            "laplace": Laplace(1.0, n),
-            "gaussian": Gaussian(1.0),
-            "laplace-l1": LaplaceL1(1.0),
-            "published": PublishedLaplace(1.0, n),
-        }
-        options = {
-            name: _option(
-                name,
-                template,
-                target=target,
-                prob=prob,
-                steps=steps,
-                dimension=n,
-                batch_size=batch_size,
-                signal=signal,
-            )
-            for name, template in templates.items()
-        }
+        run = _Run(target, prob, steps, n, batch_size, signal)
+        options = [
+            run.bits(),
+            run.values("laplace", Laplace(1.0, n)),
+            run.values("gaussian", Gaussian(1.0)),
+            run.values("laplace-l1", LaplaceL1(1.0)),
+            run.values("published", PublishedLaplace(1.0, n)),
+        ]
     recommendation, reason = _recommend(options)
     return Plan(
         sampling_prob=prob,
@@ -129,80 +118,86 @@ def plan(
         delta=target.delta,
         dimension=n,
         signal=signal,
-        options=tuple(options.values()),
+        options=tuple(options),
         recommendation=recommendation,
         reason=reason,
     )
 
 
-def _option(
-    name: str,
-    template: SingleGroup,
-    *,
-    target: Target,
-    prob: float,
-    steps: int,
-    dimension: int,
-    batch_size: int,
-    signal: float,
-) -> Option:
-    step = calibrate_noise(
-        template, epsilon=target.epsilon, delta=target.delta, sampling_prob=prob, steps=steps
-    )
-    answer = Accountant().compose(step, sampling_prob=prob, steps=steps).answer(delta=target.delta)
-    released = Laplace(step.noise_multiplier, dimension) if name == "published" else step
-    linear, denoised = (
-        signal_to_noise(
-            released,
-            dimension=dimension,
-            batch_size=batch_size,
-            steps=steps,
-            signal=signal,
-            denoise=clamp,
+@dataclass(frozen=True)
+class _Run:
+    """What all options have in common."""
+
+    target: Target
+    prob: float
+    steps: int
+    dimension: int
+    batch_size: int
+    signal: float
+
+    def bits(self) -> Option:
+        """Laplace noise as training releases it: in another basis, several signs a coordinate."""
+        size = spread_size(self.dimension)
+        provisional = self._calibrated(Laplace(1.0, size)).noise_multiplier
+        times = copies(size, batch_size=self.batch_size, noise_multiplier=provisional)
+        return self._option("laplace", Laplace(1.0, size * times), copies=times)
+
+    def values(self, name: str, template: SingleGroup) -> Option:
+        """Noisy values, used linearly."""
+        return self._option(name, template, copies=0)
+
+    def _option(self, name: str, template: SingleGroup, *, copies: int) -> Option:
+        step = self._calibrated(template)
+        run = Accountant().compose(step, sampling_prob=self.prob, steps=self.steps)
+        answer = run.answer(delta=self.target.delta)
+        is_published = isinstance(step, PublishedLaplace)
+        ratio = signal_to_noise(
+            Laplace(step.noise_multiplier, self.dimension) if is_published else step,
+            dimension=self.dimension,
+            batch_size=self.batch_size,
+            steps=self.steps,
+            signal=self.signal,
+            copies=copies,
         )
-        for clamp in (False, True)
-    )
-    return Option(
-        name=name,
-        noise_multiplier=step.noise_multiplier,
-        order=answer.order,
-        noise_to_signal=linear.per_step**-0.5,
-        denoised_noise_to_signal=denoised.per_step**-0.5,
-        effective_variance=denoised.variance,
-        tau=denoised.tau,
-        is_guarantee=answer.is_guarantee,
-    )
+        return Option(
+            name=name,
+            release="bits" if copies else "values",
+            copies=copies,
+            noise_multiplier=step.noise_multiplier,
+            order=answer.order,
+            noise_to_signal=ratio.per_step**-0.5,
+            effective_variance=ratio.variance,
+            is_guarantee=answer.is_guarantee,
+        )
+
+    def _calibrated(self, template: SingleGroup) -> SingleGroup:
+        return calibrate_noise(
+            template,
+            epsilon=self.target.epsilon,
+            delta=self.target.delta,
+            sampling_prob=self.prob,
+            steps=self.steps,
+        )
 
 
-def _recommend(options: dict[str, Option]) -> tuple[str, str]:
-    """The sound option with the least noise after free post-processing, or "no difference"."""
-    laplace, gaussian, l1 = options["laplace"], options["gaussian"], options["laplace-l1"]
-    linear = laplace.noise_to_signal / gaussian.noise_to_signal
-    denoised = laplace.denoised_noise_to_signal / gaussian.denoised_noise_to_signal
-    if l1.denoised_noise_to_signal < (1 - _ALIKE) * min(
-        laplace.denoised_noise_to_signal, gaussian.denoised_noise_to_signal
-    ):
-        return "laplace-l1", (
-            "l1 clipping leaves the least noise: "
-            f"{l1.denoised_noise_to_signal / gaussian.denoised_noise_to_signal:.2f} times "
-            "Gaussian's."
-        )
-    if linear < 1 - _ALIKE:
+def _recommend(options: list[Option]) -> tuple[str, str]:
+    """The sound option with the least noise, or "no difference" between Laplace and Gaussian."""
+    bits, values, gaussian, l1, _ = options
+    least = min((bits, values, l1), key=lambda option: option.noise_to_signal)
+    ratio = least.noise_to_signal / gaussian.noise_to_signal
+    released = "the signs of it" if least.release == "bits" else "its values"
+    if ratio < 1 - _ALIKE:
+        if least is l1:
+            return "laplace-l1", f"l1 clipping leaves {ratio:.2f} times Gaussian's noise."
         return "laplace", (
-            f"Laplace noise is {linear:.2f} times Gaussian's even when it is used linearly: few "
-            "coordinates or few steps favour it."
+            f"Laplace noise, of which {released} are released, is {ratio:.2f} times Gaussian's: "
+            "few coordinates or few steps favour it."
         )
-    if denoised < 1 - _ALIKE:
-        return "laplace", (
-            f"after denoising Laplace noise is {denoised:.2f} times Gaussian's "
-            f"({linear:.2f} times when used linearly)."
-        )
-    if denoised <= 1 + _ALIKE:
+    if ratio <= 1 + _ALIKE:
         return "no difference", (
-            f"after denoising Laplace noise is {denoised:.2f} times Gaussian's; used linearly it "
-            f"is {linear:.2f} times, so Gaussian is the choice if you do not denoise."
+            f"Laplace noise is worth {ratio:.2f} times Gaussian's if {released} are released; "
+            "signs take less time to draw, and cannot leak through floating point."
         )
     return "gaussian", (
-        f"Laplace noise is {denoised:.2f} times Gaussian's even after denoising "
-        f"({linear:.2f} times when used linearly)."
+        f"Laplace noise is {ratio:.2f} times Gaussian's, though {released} are released."
     )

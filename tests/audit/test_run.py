@@ -87,7 +87,7 @@ def test_canaries_are_in_the_ledger_and_leave_the_model_alone():
         batch_size=80,
         steps=10,
         noise_multiplier=1e-4,
-        denoise="none",
+        release="values",
         learning_rate=0.5,
         rng=np.random.default_rng(14),
     )

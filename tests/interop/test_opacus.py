@@ -35,7 +35,7 @@ from lap2.interop._opacus_loader import PoissonSampler
 from lap2.interop._opacus_step import rounding
 from lap2.interop.opacus import LaplaceAccountant, LaplaceDPOptimizer, PrivacyEngine
 from lap2.ledger import LedgerError
-from lap2.noise import EntropyError, SecureLaplace
+from lap2.noise import EntropyError, SecureLaplace, SecureSigns
 from lap2.train import BookkeepingError
 from lap2.train.rotate import spread_size
 
@@ -49,7 +49,7 @@ def data(count, *shape):
 
 
 def private(model, dataset, *, batch_size, engine=None, workers=0, **settings):
-    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "denoise": "none", **settings}
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "release": "values", **settings}
     engine = engine or PrivacyEngine()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loader = DataLoader(dataset, batch_size=batch_size, num_workers=workers)
@@ -361,7 +361,7 @@ def test_clipped_sum_is_that_of_opacus_and_of_lap2_on_the_mnist_cnn():
 
     model = fresh()
     ours, optimizer, loader = lap2.train.PrivacyEngine(sampler=Off()).make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), denoise="none",
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), release="values",
         data_loader=DataLoader(dataset, batch_size=24), noise_multiplier=1.0, max_grad_norm=0.1,
     )  # fmt: skip
     for x, y in loader:
@@ -377,22 +377,22 @@ def test_clipped_sum_is_that_of_opacus_and_of_lap2_on_the_mnist_cnn():
         assert not close([p.summed_grad * 1.001 for p in optimizer.params], expected, 1e-4)
 
 
-def test_denoising_is_free_and_a_choice():
+def test_values_may_be_clamped():
     engine, model, optimizer, loader = private(
-        nn.Linear(4, 3), data(8, 4), batch_size=8, noise_multiplier=100.0, denoise=1.0
+        nn.Linear(4, 3), data(8, 4), batch_size=8, noise_multiplier=100.0, release="values", tau=1.0
     )
     train(model, optimizer, loader)
     assert max(float(p.grad.abs().max()) for p in optimizer.params) <= 100 / 0.632 / 8
     assert len(engine.accountant) == 1
-    with pytest.raises(ValueError, match="denoise must be one of"):
-        private(nn.Linear(4, 3), data(8, 4), batch_size=8, denoise="magic")
+    with pytest.raises(ValueError, match="release must be one of"):
+        private(nn.Linear(4, 3), data(8, 4), batch_size=8, release="magic")
 
 
 # Trap 1
 
 
 def test_the_ledger_has_the_coordinates_that_get_noise(monkeypatch):
-    """What is denoised is released with more coordinates than the model has."""
+    """More than the model has, where they are spread, and every copy."""
     seen = []
     add = SecureLaplace.add
 
@@ -401,15 +401,22 @@ def test_the_ledger_has_the_coordinates_that_get_noise(monkeypatch):
         seen.append(sum(part.numel() for part in parts))
         return add(self, arrays, scale)
 
+    def watched_bits(self, arrays, scale):
+        seen.append(arrays.numel() * self.copies)
+        return add_bits(self, arrays, scale)
+
+    add_bits = SecureSigns.add
     monkeypatch.setattr(SecureLaplace, "add", watched)
-    for denoise in ("auto", 0.5, "none"):
+    monkeypatch.setattr(SecureSigns, "add", watched_bits)
+    bits = {"release": "bits", "copies": 4}
+    for release in (bits, {"release": None}, {"release": "values", "tau": 0.5}, {}):
         engine, model, optimizer, loader = private(
-            nn.Linear(50, 3), data(8, 50), batch_size=8, denoise=denoise
+            nn.Linear(50, 3), data(8, 50), batch_size=8, **release
         )
         train(model, optimizer, loader)
         (entry,) = engine.accountant.inner.ledger
         assert entry.mechanism.dimension == seen[-1]
-    assert seen == [spread_size(153), spread_size(153), 153]
+    assert seen == [4 * spread_size(153), 8 * spread_size(153), spread_size(153), 153]
 
 
 def test_channels_last_is_refused_and_functorch_gets_it_right():

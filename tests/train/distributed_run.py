@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lap2.noise import SecureGaussian, SecureLaplace
+from lap2.noise import SecureGaussian, SecureLaplace, SecureSigns
 from lap2.train import BookkeepingError, PoissonLoader, PrivacyEngine
 
 
@@ -72,7 +72,7 @@ def equal(_folder):
     """The sum of two processes, noise off, with pieces of batches that differ between ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     _, model, optimizer, loader = make(
-        sampler=Off(), denoise="none", batch_size=20 // world, max_physical_batch_size=4
+        sampler=Off(), release="values", batch_size=20 // world, max_physical_batch_size=4
     )
     fixed_samples(loader)
     for _ in range(2):
@@ -85,7 +85,7 @@ def equal(_folder):
 
 def noise(_folder, **kwargs):
     """Gradients of zero: what is left is the noise."""
-    engine, model, optimizer, loader = make(denoise="none", lr=0.0, **kwargs)
+    engine, model, optimizer, loader = make(release="values", lr=0.0, **kwargs)
     released = []
     for _ in range(60):
         for x, _ in loader:
@@ -174,7 +174,7 @@ def refused(_folder):
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     for attempt in (
         lambda: make(records=60 + rank),
-        lambda: make(denoise=("auto", "none")[rank]),
+        lambda: make(sampler=(SecureSigns, SecureLaplace)[rank](compiled=False)),
         lambda: make_around(wrapped),
         lambda: make_around(sharded),
     ):

@@ -245,7 +245,7 @@ def test_frozen_parameters_and_eval_mode_record_nothing():
 
 def private(model, x, y, *, batch_size, **kwargs):
     engine = PrivacyEngine(sampler=NoNoise())
-    settings = {"noise_multiplier": 1.0, "max_grad_norm": 0.5, "denoise": "none", **kwargs}
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 0.5, "release": "values", **kwargs}
     loader = DataLoader(TensorDataset(x, y), batch_size=batch_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return engine, *engine.make_private(
@@ -363,7 +363,7 @@ def test_several_clips_are_a_joint_release(by):
     loader = DataLoader(TensorDataset(torch.randn(1, 6), torch.tensor([1])), batch_size=1)
     model, optimizer, loader = engine.make_private(
         module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0,
-        max_grad_norm=[0.3, 0.4], denoise="none",
+        max_grad_norm=[0.3, 0.4], release="values",
     )  # fmt: skip
     for x, y in loader:
         nn.functional.cross_entropy(model(x), y).mul(1e6).backward()
@@ -387,7 +387,7 @@ def test_several_clips_are_a_joint_release(by):
         ({"max_grad_norm": 0.0}, "max_grad_norm must be"),
         ({"max_grad_norm": [1.0, 2.0]}, "1 layers with trainable parameters, got 2"),
         ({"mechanism": "cauchy"}, "mechanism must be one of"),
-        ({"denoise": "magic"}, "denoise must be one of"),
+        ({"release": "magic"}, "release must be one of"),
         ({"loss_reduction": "max"}, "loss_reduction must be one of"),
     ],
 )

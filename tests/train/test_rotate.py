@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lap2 import signal
 from lap2.mechanism import Joint, Laplace
 from lap2.noise import SecureLaplace
+from lap2.signal import block_size, spread_size
 from lap2.train import PrivacyEngine
 from lap2.train import rotate as module
-from lap2.train.rotate import gather, spread, spread_size
+from lap2.train.rotate import gather, spread
 from lap2.train.rounding import _TURN, UNIT
 
 from ..helpers import mp, real, whole
@@ -39,15 +39,11 @@ def test_distances_stay_and_the_way_back_is_exact(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_little_is_added_and_few_coordinates_are_left_alone(size, monkeypatch):
-    assert spread_size(size) <= max(size * 17 / 16, signal._RELEASED)
-    if size < 32:
-        vector = torch.randn(size)
-        assert torch.equal(spread([vector]), vector.double())
-    else:
-        assert spread_size(size) >= max(size, signal._RELEASED / 2)
-    monkeypatch.setattr(signal, "_RELEASED", 0)
+def test_little_is_added_and_few_coordinates_are_left_alone(size):
     assert size <= spread_size(size) <= size * 17 / 16
+    vector = torch.randn(size)
+    assert len(spread([vector])) == spread_size(size)
+    assert torch.equal(spread([vector])[:size], vector.double()) == (size < 32)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -57,35 +53,6 @@ def test_what_comes_back_is_multiplied(size, monkeypatch):
         gather(spread([vector]), [back], 1 / 37)
         torch.testing.assert_close(back, vector / 37, rtol=1e-12, atol=1e-12)
         without_numba(monkeypatch)
-
-
-def test_few_coordinates_are_there_several_times(monkeypatch):
-    vector = torch.randn(1000, dtype=torch.float64)
-    repeated = spread([vector])
-    monkeypatch.setattr(signal, "_RELEASED", 0)
-    once = spread([vector])
-    copies = len(repeated) // len(once)
-    assert copies == 2**17 // len(once)
-    for copy in repeated.view(copies, -1):
-        torch.testing.assert_close(copy, once / math.sqrt(copies))
-
-
-@pytest.mark.parametrize(("coordinates", "worse"), [(2**17, False), (0, True)])
-def test_repeated_coordinates_let_a_clamp_do_as_well_as_gaussian_noise(
-    coordinates, worse, monkeypatch
-):
-    """Signals of the noise's own size: what is left after one clamp, against a variance of 1."""
-    monkeypatch.setattr(signal, "_RELEASED", coordinates)
-    torch.manual_seed(0)
-    laplace, tau, errors = torch.distributions.Laplace(0.0, 1.0), 0.2, []
-    for _ in range(10):
-        true, back = torch.randn(4000, dtype=torch.float64), torch.empty(4000)
-        noisy = spread([true])
-        noisy += laplace.sample(noisy.shape)
-        gather(noisy.clamp_(-tau, tau), [back])
-        share = float((true @ back.double()) ** 2 / (true @ true) / (back @ back))
-        errors.append(1 / share - 1)
-    assert (sum(errors) / len(errors) > 1.25) == worse
 
 
 def test_it_is_an_orthonormal_matrix():
@@ -108,10 +75,9 @@ def exact_turn(flat, block):
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("size", "block"), [(1000, 32), (1500, 64), (16_384, 1024)])
 def test_what_it_rounds_is_within_the_constant_of_the_proof(size, block, compiled, monkeypatch):
-    monkeypatch.setattr(signal, "_RELEASED", 0)
     if not compiled:
         without_numba(monkeypatch)
-    assert module._block(size) == block
+    assert block_size(size) == block
     torch.manual_seed(size)
     same, ordinary = torch.ones(size, dtype=torch.float64) / 3, torch.randn(size).double()
     for flat in (same, ordinary, ordinary.exp() ** 9):
@@ -140,8 +106,7 @@ def test_compiled_it_is_the_same(size, threads, monkeypatch):
     torch.testing.assert_close(*back, rtol=1e-13, atol=1e-11)
 
 
-def test_a_vector_with_gaps_is_turned_back_too(monkeypatch):
-    monkeypatch.setattr(signal, "_RELEASED", 0)
+def test_a_vector_with_gaps_is_turned_back_too():
     vector, back = torch.randn(1000), torch.empty(1000)
     turned = torch.empty(2 * spread_size(1000), dtype=torch.float64)[::2]
     gather(turned.copy_(spread([vector])), [back])
@@ -195,7 +160,7 @@ class Blind:
         return 0.0
 
 
-def one_step(features, *, denoise, clip=1.0, mechanism="laplace", sampler=None):
+def one_step(features, *, clip=1.0, mechanism="laplace", sampler=None, **release):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 4))
     labels = torch.arange(len(features)) % 4
@@ -207,7 +172,7 @@ def one_step(features, *, denoise, clip=1.0, mechanism="laplace", sampler=None):
         noise_multiplier=1.0,
         max_grad_norm=clip,
         mechanism=mechanism,
-        denoise=denoise,
+        **release,
     )
     for x, y in loader:
         nn.functional.cross_entropy(model(x), y).backward()
@@ -223,7 +188,7 @@ def test_neighbours_differ_by_at_most_the_clip_in_the_released_basis():
         sums = []
         for records in (features, features[:-1]):
             sampler = Blind()
-            one_step(records, denoise="auto", sampler=sampler)
+            one_step(records, tau=1000.0, sampler=sampler)
             (released,) = sampler.seen
             (flat,) = released
             sums.append(flat)
@@ -234,16 +199,16 @@ def test_neighbours_differ_by_at_most_the_clip_in_the_released_basis():
 
 def test_without_noise_a_wide_clamp_leaves_the_gradient_as_it_is():
     features = torch.randn(30, 40)
-    _, plain = one_step(features, denoise="none")
-    _, turned = one_step(features, denoise=1000.0)
+    _, plain = one_step(features, release="values")
+    _, turned = one_step(features, tau=1000.0)
     for one, other in zip(plain.parameters(), turned.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_every_coordinate_of_the_gradient_gets_the_noise_that_is_accounted():
     features = torch.randn(30, 40)
-    _, bare = one_step(features, denoise=1000.0)
-    _, noisy = one_step(features, denoise=1000.0, sampler=SecureLaplace())
+    _, bare = one_step(features, tau=1000.0)
+    _, noisy = one_step(features, tau=1000.0, sampler=SecureLaplace())
     pairs = zip(bare.parameters(), noisy.parameters(), strict=True)
     noise = 30 * torch.cat([(other.grad - one.grad).flatten() for one, other in pairs])
     assert (noise != 0).all()
@@ -254,10 +219,10 @@ def test_every_coordinate_of_the_gradient_gets_the_noise_that_is_accounted():
 
 def test_the_ledger_has_the_coordinates_that_get_noise():
     features = torch.randn(30, 40)
-    engine, _ = one_step(features, denoise="auto")
+    engine, _ = one_step(features, tau=1000.0)
     (entry,) = engine.accountant.ledger
     assert entry.mechanism == Laplace(entry.mechanism.noise_multiplier, spread_size(1354))
-    engine, _ = one_step(features, denoise="none")
+    engine, _ = one_step(features, release="values")
     (entry,) = engine.accountant.ledger
     assert entry.mechanism.dimension == 1354
 
@@ -265,7 +230,7 @@ def test_the_ledger_has_the_coordinates_that_get_noise():
 def test_layers_that_are_clipped_apart_are_rotated_apart():
     sampler = Blind()
     features = torch.randn(30, 40)
-    engine, model = one_step(features, denoise="auto", clip=[1.0, 0.5], sampler=sampler)
+    engine, model = one_step(features, tau=1000.0, clip=[1.0, 0.5], sampler=sampler)
     (entry,) = engine.accountant.ledger
     sizes = [spread_size(30 * 41), spread_size(4 * 31)]
     assert isinstance(entry.mechanism, Joint)
@@ -281,5 +246,5 @@ def test_layers_that_are_clipped_apart_are_rotated_apart():
 @pytest.mark.parametrize("mechanism", ["laplace-l1", "gaussian"])
 def test_only_laplace_noise_on_l2_clipped_sums_is_rotated(mechanism):
     sampler = Blind()
-    one_step(torch.randn(30, 40), denoise="auto", mechanism=mechanism, sampler=sampler)
+    one_step(torch.randn(30, 40), mechanism=mechanism, sampler=sampler)
     assert [tuple(t.shape) for t in sampler.seen[0]] == [(30, 40), (30,), (4, 30), (4,)]

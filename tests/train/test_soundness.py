@@ -37,7 +37,7 @@ def make(*, records=400, batch_size=40, width=60, noise=2.0, sampler=None, **kwa
         data_loader=loader,
         noise_multiplier=noise,
         max_grad_norm=CLIP,
-        denoise="none",
+        release="values",
         **{"rehearse": False, **kwargs},
     )
     return engine, model, optimizer, loader
@@ -347,7 +347,7 @@ def test_channels_last_inputs_give_the_same_sum():
             data_loader=DataLoader(TensorDataset(images), batch_size=12),
             noise_multiplier=1.0,
             max_grad_norm=CLIP,
-            denoise="none",
+            release="values",
             loss_reduction="sum",
             channels_last=form is torch.channels_last,
         )
@@ -373,7 +373,7 @@ def test_small_inputs_with_large_gradients_do_not_hide_from_the_norm():
             data_loader=DataLoader(TensorDataset(x), batch_size=1),
             noise_multiplier=1.0,
             max_grad_norm=CLIP,
-            denoise="none",
+            release="values",
             loss_reduction="sum",
         )
         for (batch,) in loader:

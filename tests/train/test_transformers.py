@@ -103,7 +103,7 @@ def trains(model, data, losses, *, seen=lambda _piece: None):
         data_loader=DataLoader(records, len(records)),
         noise_multiplier=1.0,
         max_grad_norm=CLIP,
-        denoise="none",
+        release="values",
     )
     rehearsed = 0
     for batch in loader:
@@ -435,7 +435,7 @@ def with_own_loss(model, data, *, clip=CLIP):
         data_loader=DataLoader(records, len(records)),
         noise_multiplier=1.0,
         max_grad_norm=clip,
-        denoise="none",
+        release="values",
     )
     for batch in loader:
         model(**batch).loss.backward()

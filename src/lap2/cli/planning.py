@@ -65,22 +65,21 @@ def plan(
         f"{result.dimension:,} coordinates, "
         f"target ({as_given(result.epsilon)}, {as_given(result.delta)})"
     )
-    table = Table("", "noise multiplier", "noise / signal", "denoised", "variance", "order")
+    table = Table("", "release", "noise multiplier", "noise / signal", "variance", "order")
     for option in result.options:
         table.add_row(
             option.name if option.is_guarantee else f"{option.name} [red](no guarantee)[/]",
+            f"bits, {option.copies} a coordinate" if option.copies else "values",
             rounded_up(option.noise_multiplier),
             f"{option.noise_to_signal:.4g}",
-            f"{option.denoised_noise_to_signal:.4g}",
             f"{option.effective_variance:.4g}",
             "pure" if option.order == math.inf else f"{option.order:.4g}",
         )
     console.print(table)
     console.print(
         "noise / signal: standard deviation of the noise on a coordinate over the size of the "
-        f"mean gradient's, if that has {result.signal:g} of the clip's norm; denoised: after the "
-        "best free clamp; variance: of the denoised noise on a coordinate of the sum, in clips "
-        "squared."
+        f"mean gradient's, if that has {result.signal:g} of the clip's norm; variance: of that "
+        "noise on a coordinate of the sum, in clips squared."
     )
     console.print(f"[bold]recommendation: {result.recommendation}[/], because {result.reason}")
     rows = Table.grid(padding=(0, 2))

@@ -23,11 +23,13 @@ from lap2.accountant import Accountant
 from lap2.interop._opacus_loader import OVER
 from lap2.ledger import Entry
 from lap2.mechanism import Laplace
-from lap2.noise import SecureLaplace, accounted_noise_multiplier
-from lap2.train import BookkeepingError, Denoiser
+from lap2.noise import accounted_noise_multiplier
+from lap2.signal import spread_size
+from lap2.train import BookkeepingError
 from lap2.train.distributed import World
 from lap2.train.precision import full_precision
-from lap2.train.rotate import gather, spread, spread_size
+from lap2.train.readout import Readout
+from lap2.train.rotate import gather, spread
 from lap2.train.rounding import SHRINK, UNIT
 from lap2.train.run import RUN, Run, load_with_run
 from lap2.train.secrecy import forget_locals, reduced_as
@@ -169,7 +171,8 @@ class LaplaceDPOptimizer(DPOptimizer):
         *,
         accountant: LaplaceAccountant,
         sampling_prob: float,
-        denoiser: Denoiser,
+        readout: Readout,
+        copies: int,
         largest: int,
         prefetch: bool,
         writes: Writes,
@@ -178,8 +181,9 @@ class LaplaceDPOptimizer(DPOptimizer):
         """Wrap ``optimizer``; ``rest`` are the arguments of Opacus's own."""
         super().__init__(optimizer, **rest)
         self._largest, self._writes, self._begun = largest, writes, 0
-        self.accountant, self.denoiser, self.skipped_examples = accountant, denoiser, 0
-        self._prob, self._prefetch, self._noise = sampling_prob, prefetch, SecureLaplace()
+        self.accountant, self.skipped_examples = accountant, 0
+        self._readout, self._copies = readout, copies
+        self._prob, self._prefetch = sampling_prob, prefetch
         self._planned = [id(p) for p in self.params]
         self._dimension = sum(p.numel() for p in self.params)
         self._run = Run(accountant.inner, self._entry(), World.current())
@@ -342,9 +346,9 @@ class LaplaceDPOptimizer(DPOptimizer):
 
     def _entry(self) -> Entry:
         """What a step adds to the ledger."""
-        clip, size = self.max_grad_norm, released_size(self._dimension, self.denoiser)
+        clip, size = self.max_grad_norm, released_size(self._dimension, self._readout, self._copies)
         scale = self.noise_multiplier * clip
-        noise = accounted(self._noise, scale, clip, size, self._largest)
+        noise = accounted(self._readout, scale, clip, size, self._largest)
         return Entry(Laplace(noise, size), self._prob, 1, noise="secure")
 
     def close(self) -> None:
@@ -366,13 +370,12 @@ class LaplaceDPOptimizer(DPOptimizer):
 
     def _release(self, scale: float) -> None:
         sums: list[Any] = [p.summed_grad for p in self.params]
-        if self.denoiser.mode == "none":
-            self._noise.add(sums, scale)
-        else:
+        if self._readout.spreads:
             flat = spread(sums)
-            self._noise.add(flat, scale)
-            self.denoiser([flat], scale)
+            self._readout.release_from([flat], [self._copies], scale, World())
             gather(flat, sums)
+        else:
+            self._readout.release_from(sums, [1] * len(sums), scale, World())
         for p, total in zip(self.params, sums, strict=True):
             p.grad, p.summed_grad = total.view_as(p).to(p), None
 
@@ -407,9 +410,9 @@ class DistributedLaplaceDPOptimizer(LaplaceDPOptimizer, DistributedDPOptimizer):
         """Nothing is left to reduce."""
 
 
-def released_size(dimension: int, denoiser: Denoiser) -> int:
-    """How many coordinates get noise: what is denoised is released in a basis of its own."""
-    return dimension if denoiser.mode == "none" else spread_size(dimension)
+def released_size(dimension: int, readout: Readout, copies: int = 1) -> int:
+    """How many coordinates get noise: more where they are spread, and every copy counts."""
+    return (spread_size(dimension) if readout.spreads else dimension) * copies
 
 
 def rounding(largest: int) -> float:
@@ -423,11 +426,11 @@ def rounding(largest: int) -> float:
     return 2 * largest * ((largest + world_size()) * UNIT + 1e-12)
 
 
-def accounted(noise: SecureLaplace, scale: float, clip: float, size: int, largest: int) -> float:
+def accounted(readout: Readout, scale: float, clip: float, size: int, largest: int) -> float:
     """The noise multiplier to account for: ``b / C'``, where C' has what rounding adds to C."""
     # Rounding is overestimated by more than the product can miss.
     widened = clip * (1 + rounding(largest))
-    return accounted_noise_multiplier(noise, scale=scale, max_grad_norm=widened, size=size)
+    return accounted_noise_multiplier(readout.noise, scale=scale, max_grad_norm=widened, size=size)
 
 
 def positive_clip(clip: Any) -> float:

@@ -41,8 +41,7 @@ from lap2.interop._opacus_step import (
     world_size,
 )
 from lap2.mechanism import Laplace
-from lap2.noise import SecureLaplace
-from lap2.train import Denoiser
+from lap2.train.readout import Copies, Readout, ReleaseName
 from lap2.train.source import check_source
 from lap2.train.writes import Writes
 
@@ -105,7 +104,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
             warnings.filterwarnings("ignore", "Secure RNG turned off")  # not true of this engine
             super().__init__(accountant=accountant)
         self._schedule = _Schedule()
-        self._denoiser = Denoiser("none")
+        self._readout = Readout.of("laplace")
         self._writes = Writes(nn.Module())
         self._used = False
         self._close: Callable[[], None] | None = None
@@ -141,7 +140,9 @@ class PrivacyEngine(OpacusPrivacyEngine):
         grad_sample_mode: str = "hooks",
         wrap_model: bool = True,
         rand_on_empty: bool = False,
-        denoise: str | float = "auto",
+        release: ReleaseName | None = None,
+        copies: Copies = "auto",
+        tau: float | None = None,
         public_size: int | None = None,
     ) -> Any:
         """Opacus's ``make_private``. What is not described here means what it means there.
@@ -162,7 +163,10 @@ class PrivacyEngine(OpacusPrivacyEngine):
             grad_sample_mode: "hooks", "functorch" or "ew".
             wrap_model: see Opacus.
             rand_on_empty: must be False.
-            denoise: "auto", "none" or tau. See :class:`lap2.train.Denoiser`.
+            release: "bits" or "values"; this and the next two as for
+                :meth:`lap2.train.PrivacyEngine.make_private`.
+            copies: see there.
+            tau: see there.
             public_size: what to take for N where the true number is a secret.
 
         Returns:
@@ -196,7 +200,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
         _refuse_mixing(module)
         refuse_watched(module.parameters())
         self._schedule = _schedule(data_loader, public_size)
-        self._denoiser, self._writes = Denoiser(denoise), Writes(module)
+        self._readout = Readout.of("laplace", release=release, copies=copies, tau=tau)
+        self._writes = Writes(module)
         made: Any = super().make_private(
             module=module,
             optimizer=optimizer,
@@ -240,21 +245,30 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 "steps; give make_private a noise_multiplier"
             )
         clip = positive_clip(max_grad_norm)
-        size = released_size(
-            _dimension(module, optimizer), Denoiser(options.get("denoise", "auto"))
-        )
+        kept = {k: v for k, v in options.items() if k in {"release", "copies", "tau"}}
+        readout, dimension = Readout.of("laplace", **kept), _dimension(module, optimizer)
         schedule = _schedule(data_loader, public_size)
-        wanted = calibrate_noise(
-            Laplace(1.0, size),
-            epsilon=target_epsilon,
-            delta=target_delta,
-            sampling_prob=schedule.prob,
-            steps=schedule.steps * _validate.integer("epochs", epochs, least=1),
-        ).noise_multiplier
-        noise, multiplier, reached = SecureLaplace(), wanted, 0.0
-        while reached < wanted:  # make up for what rounding adds to the sensitivity
-            multiplier *= max(wanted / reached, 1 + 1e-15) if reached else 1.0
-            reached = accounted(noise, multiplier * clip, clip, size, schedule.largest)
+        steps = schedule.steps * _validate.integer("epochs", epochs, least=1)
+
+        def multiplier_for(copies: int) -> float:
+            size = released_size(dimension, readout, copies)
+            wanted = calibrate_noise(
+                Laplace(1.0, size),
+                epsilon=target_epsilon,
+                delta=target_delta,
+                sampling_prob=schedule.prob,
+                steps=steps,
+            ).noise_multiplier
+            multiplier, reached = wanted, 0.0
+            while reached < wanted:  # make up for what rounding adds to the sensitivity
+                multiplier *= max(wanted / reached, 1 + 1e-15) if reached else 1.0
+                reached = accounted(readout, multiplier * clip, clip, size, schedule.largest)
+            return multiplier
+
+        # Copies change the noise a little, and only where coordinates are few.
+        copies = _copies(readout, dimension, schedule, multiplier_for(1))
+        options["copies"] = copies if readout.release == "bits" else "auto"
+        multiplier = multiplier_for(copies)
         return self.make_private(
             module=module,
             optimizer=optimizer,
@@ -346,18 +360,31 @@ class PrivacyEngine(OpacusPrivacyEngine):
         self, *, optimizer: Optimizer, distributed: bool = False, prefetch: bool, **rest: Any
     ) -> LaplaceDPOptimizer:
         """The optimizer that adds Laplace noise; the divisor is the public batch size."""
+        dimension = sum(
+            p.numel()
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        )
         kept = ("noise_multiplier", "max_grad_norm", "loss_reduction")
         return (DistributedLaplaceDPOptimizer if distributed else LaplaceDPOptimizer)(
             optimizer,
             accountant=self.accountant,
             sampling_prob=self._schedule.prob,
             largest=self._schedule.largest,
-            denoiser=self._denoiser,
+            readout=self._readout,
+            copies=_copies(self._readout, dimension, self._schedule, rest["noise_multiplier"]),
             prefetch=prefetch,
             writes=self._writes,
             expected_batch_size=self._schedule.divisor,
             **{name: rest[name] for name in kept},
         )
+
+
+def _copies(readout: Readout, dimension: int, schedule: _Schedule, noise: float) -> int:
+    """Of each coordinate that is released."""
+    size = released_size(dimension, readout)
+    return readout.copies_for(size, batch_size=schedule.divisor, noise_multiplier=noise)
 
 
 def _refuse_unless(*rules: tuple[bool, str]) -> None:

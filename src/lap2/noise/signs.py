@@ -23,7 +23,7 @@ from lap2.noise.grid import check_scale, refuse_pickling
 from lap2.noise.keystream import AesStream, KeyStream, new_key
 from lap2.noise.signs_numpy import Counts, Words
 
-__all__ = ["SecureSigns", "check_copies", "check_finite", "estimates", "flips"]
+__all__ = ["SecureSigns", "check_copies", "check_finite", "estimates", "flips", "pack", "unpack"]
 
 _BITS = 1 << 16
 """Bits decided at a time: their temporaries fit the cache."""
@@ -106,7 +106,7 @@ class SecureSigns:
     def counts(self, array: Any, scale: float) -> Counts:
         """What is released: how many copies of each coordinate are positive; changes nothing.
 
-        ``np.packbits`` makes eight coordinates a byte of it, where there is one copy.
+        :func:`pack` makes eight coordinates a byte of it, where there is one copy.
         """
         return self._counts_with_key(array, scale, AesStream(new_key()))
 
@@ -162,6 +162,23 @@ def estimates(counts: Any, *, copies: int, scale: float) -> NDArray[np.float64]:
     if k < _MANY:
         return (2 * found - k) * (math.sqrt(k) * b / k)
     return _inverse(2 * found / k - 1, k) * (math.sqrt(k) * b / _gain(k))
+
+
+def pack(counts: Counts, copies: int) -> NDArray[np.uint8]:
+    """Counts in few bytes: of one copy a bit each, of up to 255 a byte, of more two or four."""
+    if copies == 1:
+        return np.packbits(counts.astype(np.uint8))
+    return counts.astype(_narrow(copies)).view(np.uint8)
+
+
+def unpack(packed: NDArray[np.uint8], copies: int) -> Counts:
+    """The opposite of :func:`pack`; of one copy, zeros fill up the last byte."""
+    found = np.unpackbits(packed) if copies == 1 else packed.view(_narrow(copies))
+    return found.astype(np.uint32)
+
+
+def _narrow(copies: int) -> type:
+    return next(kind for kind in (np.uint8, np.uint16, np.uint32) if copies <= np.iinfo(kind).max)
 
 
 def flips(size: float, scale: float, copies: int, bits: int, more: Callable[[], int]) -> bool:

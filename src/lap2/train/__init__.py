@@ -3,7 +3,6 @@
 from lap2.train.budget import BudgetExhaustedError
 from lap2.train.checkpoint import CheckpointError
 from lap2.train.coverage import Coverage, coverage
-from lap2.train.denoise import Denoiser
 from lap2.train.engine import PrivacyEngine, Statement
 from lap2.train.errors import BookkeepingError
 from lap2.train.layers import UnsupportedModuleError
@@ -16,7 +15,6 @@ __all__ = [
     "BudgetExhaustedError",
     "CheckpointError",
     "Coverage",
-    "Denoiser",
     "Piece",
     "PoissonLoader",
     "PrivacyEngine",

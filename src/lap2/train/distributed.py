@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from lap2.noise.signs import estimates, pack, unpack
 
 __all__ = ["World", "refuse_wrapped"]
 
@@ -99,24 +102,61 @@ class World:
         if self.size == 1:
             add_noise(sums)
             return
-        total = sum(t.numel() for t in sums)
-        size = self.slice_size(total)
-        flat = sums[0].new_zeros(size * self.size)
-        torch.cat([t.reshape(-1) for t in sums], out=flat[:total])
+        flat = torch.cat([t.reshape(-1) for t in sums])
         if sliced:
-            mine = flat.new_empty(size)
-            _reduce_scatter(mine, flat)
+            mine = self._slice_of_total(flat)
             add_noise([mine])
-            _all_gather(flat, mine)
+            flat = self._join(mine)
         else:
-            dist.reduce(flat, dst=0)
-            if self.rank == 0:
-                add_noise([flat])
-            dist.broadcast(flat, src=0)
+            self._release_on_first(flat, lambda: add_noise([flat]))
         start = 0
         for tensor in sums:
             tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
             start += tensor.numel()
+
+    def release_bits(self, flat: Tensor, signs: Any, scale: float) -> None:
+        """Replace each process's vector by what the signs of the noisy total tell of it.
+
+        Each process draws the bits of a slice, and only these, packed, go to the others.
+
+        Args:
+            flat: of this process; changed in place.
+            signs: :class:`lap2.noise.SecureSigns`, or what draws bits as it does.
+            scale: of the noise.
+        """
+        if self.size == 1:
+            signs.add(flat, scale)
+        elif not signs.is_secure:
+            self._release_on_first(flat, lambda: signs.add(flat, scale))
+        else:
+            counts = signs.counts(self._slice_of_total(flat), scale)
+            packed = torch.from_numpy(pack(counts, signs.copies)).to(flat.device)
+            parts = self._join(packed).cpu().numpy().reshape(self.size, -1)
+            found = [unpack(part, signs.copies)[: len(counts)] for part in parts]
+            told = estimates(np.concatenate(found), copies=signs.copies, scale=scale)
+            flat.copy_(torch.from_numpy(told[: flat.numel()]))
+
+    def _slice_of_total(self, flat: Tensor) -> Tensor:
+        """This process's slice of the sum over all; zeros fill up the last."""
+        size = self.slice_size(flat.numel())
+        whole = torch.zeros(size * self.size, dtype=flat.dtype, device=flat.device)
+        whole[: flat.numel()] = flat
+        mine = whole.new_empty(size)
+        _reduce_scatter(mine, whole)
+        return mine
+
+    def _join(self, mine: Tensor) -> Tensor:
+        """The slices of all, one after the other."""
+        whole = mine.new_empty(len(mine) * self.size)
+        _all_gather(whole, mine)
+        return whole
+
+    def _release_on_first(self, flat: Tensor, add_noise: Callable[[], Any]) -> None:
+        """Have the first process make the total noisy; all get the result."""
+        dist.reduce(flat, dst=0)
+        if self.rank == 0:
+            add_noise()
+        dist.broadcast(flat, src=0)
 
 
 # torch 2.13 renamed both, and warns of the old names.

@@ -17,13 +17,13 @@ from lap2 import _validate
 from lap2.accountant import Accountant
 from lap2.calibration import Target, calibrate_noise
 from lap2.ledger import Entry
-from lap2.noise import Sampler, SecureGaussian, SecureLaplace, check_law
+from lap2.noise import Sampler
 from lap2.sense import caveats_of_target
 from lap2.train.budget import Budget
-from lap2.train.denoise import Denoiser
 from lap2.train.distributed import World
 from lap2.train.plan import Clip, MechanismName, ReleasePlan
 from lap2.train.poisson import PoissonLoader
+from lap2.train.readout import Copies, Readout, ReleaseName
 from lap2.train.rounding import rho
 from lap2.train.run import Run
 from lap2.train.saving import Resumed, Saver
@@ -72,9 +72,9 @@ class Statement:
 class PrivacyEngine:
     """Makes a model, an optimizer and a data loader private.
 
-    Each step releases the sum of per-example gradients, clipped to l2 norm ``max_grad_norm``, plus
-    noise on every coordinate, divided by the public expected batch size. The step is in the ledger
-    before it is released.
+    Each step releases the sum of per-example gradients, clipped to l2 norm ``max_grad_norm``, with
+    noise on every coordinate, of which by default only the signs leave, divided by the public
+    expected batch size. The step is in the ledger before it is released.
 
     Args:
         sampler: the noise, of the mechanism's law; by default a secure one.
@@ -124,7 +124,9 @@ class PrivacyEngine:
         noise_multiplier: float,
         max_grad_norm: Clip,
         mechanism: MechanismName = "laplace",
-        denoise: str | float = "auto",
+        release: ReleaseName | None = None,
+        copies: Copies = "auto",
+        tau: float | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         max_physical_batch_size: int | None = None,
         poisson_sampling: bool = True,
@@ -146,7 +148,12 @@ class PrivacyEngine:
                 or one for each layer with trainable parameters, in the order of
                 ``module.modules()``.
             mechanism: "laplace", "gaussian" or "laplace-l1" (clips l1 norms).
-            denoise: "auto", "none" or tau; Laplace noise only. See :class:`lap2.train.Denoiser`.
+            release: "bits", the default for mechanism "laplace": only the signs of noisy
+                coordinates leave. Or "values": the noisy sum itself.
+            copies: how often the sign of each coordinate is released, at a size that makes up for
+                it; "auto" is as often as helps, by public numbers: :func:`lap2.signal.copies`.
+            tau: clamp released values at so many noise scales; by default they are left as they
+                are. Laplace noise only.
             loss_reduction: how the loss that is given ``backward`` reduces over the batch. It must
                 be a mean or sum of losses of single records. :meth:`backward` needs none.
             max_physical_batch_size: larger batches come in pieces with the same result.
@@ -164,13 +171,16 @@ class PrivacyEngine:
             The module, the optimizer, and a loader that samples as accounted.
         """
         _validate.positive("noise_multiplier", noise_multiplier)
-        denoiser = Denoiser(denoise if mechanism != "gaussian" else "none")
-        plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism, denoiser)
+        readout = Readout.of(
+            mechanism, release=release, copies=copies, tau=tau, noise=self._sampler
+        )
+        plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism, readout)
+        scale = plan.total_clip * noise_multiplier
+        prob, _ = _schedule(data_loader, World.current())
         return self._attach(
-            plan,
+            plan.with_copies(scale, prob * len(data_loader.dataset)),  # type: ignore[arg-type]
             data_loader,
-            plan.total_clip * noise_multiplier,
-            denoiser,
+            scale,
             loss_reduction=loss_reduction,
             max_physical_batch_size=max_physical_batch_size,
             poisson_sampling=poisson_sampling,
@@ -192,7 +202,9 @@ class PrivacyEngine:
         steps: int | None = None,
         max_grad_norm: Clip,
         mechanism: MechanismName = "laplace",
-        denoise: str | float = "auto",
+        release: ReleaseName | None = None,
+        copies: Copies = "auto",
+        tau: float | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         max_physical_batch_size: int | None = None,
         channels_last: bool = True,
@@ -212,7 +224,9 @@ class PrivacyEngine:
             steps: of the optimizer; a loop that takes them need not end with a pass.
             max_grad_norm: as there.
             mechanism: as there.
-            denoise: as there.
+            release: as there.
+            copies: as there.
+            tau: as there.
             loss_reduction: as there.
             max_physical_batch_size: as there.
             channels_last: as there.
@@ -220,28 +234,35 @@ class PrivacyEngine:
             sums: as there.
             public_state: as there.
         """
-        denoiser = Denoiser(denoise if mechanism != "gaussian" else "none")
-        plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism, denoiser)
+        readout = Readout.of(
+            mechanism, release=release, copies=copies, tau=tau, noise=self._sampler
+        )
+        plan = ReleasePlan.of(module, optimizer, max_grad_norm, mechanism, readout)
         world = World.current()
         prob, per_epoch = _schedule(data_loader, world)
         total = _total_steps(epochs, steps, per_epoch)
-        sampler = _sampler(self._sampler, mechanism)
-        template = plan.describe(1.0, 0.0, 0.0)
         target = Target(target_epsilon, target_delta)
-        wanted = calibrate_noise(
-            template,
-            epsilon=target.epsilon,
-            delta=target.delta,
-            sampling_prob=prob,
-            steps=total,
-        )
-        rounding = rho(records=len(data_loader.dataset), processes=world.size)  # type: ignore[arg-type]
-        scale = plan.scale_for(wanted, template, sampler, world, rounding)
+        size = len(data_loader.dataset)  # type: ignore[arg-type]
+
+        def scale_of(plan: ReleasePlan) -> float:
+            template = plan.describe(1.0, 0.0, 0.0)
+            wanted = calibrate_noise(
+                template,
+                epsilon=target.epsilon,
+                delta=target.delta,
+                sampling_prob=prob,
+                steps=total,
+            )
+            rounding = rho(records=size, processes=world.size)
+            return plan.scale_for(wanted, template, world, rounding)
+
+        # Copies change the noise a little, and only where coordinates are few.
+        plan = plan.with_copies(scale_of(plan), prob * size)
+        scale = scale_of(plan)
         made = self._attach(
             plan,
             data_loader,
             scale,
-            denoiser,
             loss_reduction=loss_reduction,
             max_physical_batch_size=max_physical_batch_size,
             poisson_sampling=True,
@@ -258,7 +279,6 @@ class PrivacyEngine:
         plan: ReleasePlan,
         data_loader: DataLoader,
         scale: float,
-        denoiser: Denoiser,
         *,
         loss_reduction: str,
         max_physical_batch_size: int | None,
@@ -274,7 +294,7 @@ class PrivacyEngine:
         _validate.choice("sums", sums, tuple(_TYPES))
         world = World.current()
         prob, steps = _schedule(data_loader, world)
-        sampler = _sampler(self._sampler, plan.mechanism)
+        noise = plan.readout.noise
         loader = (
             PoissonLoader(
                 data_loader.dataset,
@@ -294,25 +314,24 @@ class PrivacyEngine:
         world.same("number of records", size)
         world.same("names and shapes of parameters", shapes)
         world.same("noise scale and clips", (scale, plan.clips))
-        world.same("mechanism and denoising", (plan.mechanism, denoiser.mode, denoiser.tau))
-        world.same("kind of noise", (type(sampler).__name__, sampler.is_secure))
+        world.same("mechanism", plan.mechanism)
+        world.same("release", (plan.readout.describe(), plan.copies))
+        world.same("kind of noise", (type(noise).__name__, noise.is_secure))
         world.copy_from_first([*plan.module.parameters(), *plan.module.buffers()])
         rounding = rho(records=size, processes=world.size)
-        mechanism = plan.describe(scale, plan.spacing(sampler, scale, world), rounding)
+        mechanism = plan.describe(scale, plan.spacing(scale, world), rounding)
         entry = Entry(
             mechanism,
             prob,
             1,
             sampling="Poisson" if poisson_sampling else "unknown",
-            noise="secure" if sampler.is_secure else "ordinary",
+            noise="secure" if noise.is_secure else "ordinary",
         )
         self._step = PrivateStep(
             plan=plan,
             loader=loader if isinstance(loader, PoissonLoader) else None,
-            sampler=sampler,
             scale=scale,
             divisor=prob * size,
-            denoiser=denoiser,
             loss_reduction=loss_reduction,
             run=Run(
                 self._accountant,
@@ -485,13 +504,6 @@ class PrivacyEngine:
         Of this process, since it began. It is not private: for your eyes, not for a release.
         """
         return self._step.skipped if self._step else 0
-
-
-def _sampler(given: Sampler | None, mechanism: str) -> Sampler:
-    law = "gaussian" if mechanism == "gaussian" else "laplace"
-    sampler = given or (SecureGaussian() if law == "gaussian" else SecureLaplace())
-    check_law(sampler, law)
-    return sampler
 
 
 def _schedule(loader: DataLoader, world: World) -> tuple[float, int]:

@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from lap2 import _validate
 from lap2.mechanism import Gaussian, Joint, Laplace, LaplaceL1, Mechanism
-from lap2.noise import Sampler
-from lap2.train.denoise import Denoiser
+from lap2.signal import spread_size
 from lap2.train.distributed import World, refuse_wrapped
-from lap2.train.rotate import blank, gather, spread_size, turned
+from lap2.train.readout import Readout
+from lap2.train.rotate import blank, gather, turned
 
 __all__ = ["Clip", "MechanismName", "ReleasePlan"]
 
@@ -34,7 +34,9 @@ class ReleasePlan:
         mechanism: the kind of noise.
         groups: the parameters that are clipped together.
         clips: of the groups.
+        readout: in which form sums are released.
         rotated: whether the sum of a group is released in the basis of :mod:`lap2.train.rotate`.
+        copies: of each coordinate of each group, whose signs are released.
     """
 
     module: nn.Module
@@ -42,7 +44,9 @@ class ReleasePlan:
     mechanism: MechanismName
     groups: tuple[tuple[Tensor, ...], ...]
     clips: tuple[float, ...]
+    readout: Readout
     rotated: bool
+    copies: tuple[int, ...]
 
     @classmethod
     def of(
@@ -51,14 +55,13 @@ class ReleasePlan:
         optimizer: Optimizer,
         clip: Clip,
         mechanism: MechanismName,
-        denoiser: Denoiser,
+        readout: Readout,
     ) -> "ReleasePlan":
-        """Check that everything fits together.
+        """Check that everything fits together; there is one copy of each coordinate.
 
-        Sums that will be denoised are rotated, if they are clipped in l2: l1 norms change with the
+        Sums are rotated where that helps, if they are clipped in l2: l1 norms change with the
         basis.
         """
-        _validate.choice("mechanism", mechanism, ("laplace", "gaussian", "laplace-l1"))
         refuse_wrapped(module)
         trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -74,14 +77,38 @@ class ReleasePlan:
         else:
             groups = [[p for group in optimizer.param_groups for p in group["params"]]]
             clips = [_validate.positive("max_grad_norm", clip)]
-        rotated = mechanism == "laplace" and denoiser.mode != "none"
-        return cls(module, optimizer, mechanism, tuple(map(tuple, groups)), tuple(clips), rotated)
+        return cls(
+            module,
+            optimizer,
+            mechanism,
+            tuple(map(tuple, groups)),
+            tuple(clips),
+            readout,
+            rotated=mechanism == "laplace" and readout.spreads,
+            copies=(1,) * len(groups),
+        )
+
+    def with_copies(self, scale: float, batch_size: float) -> "ReleasePlan":
+        """The same, with as many copies of coordinates as this noise and batch size are worth."""
+        one = replace(self, copies=(1,) * len(self.groups))
+        pairs = zip(one.sizes, self.clips, strict=True)
+        copies = [
+            self.readout.copies_for(size, batch_size=batch_size, noise_multiplier=scale / clip)
+            for size, clip in pairs
+        ]
+        return replace(self, copies=tuple(copies))
 
     @property
     def sizes(self) -> list[int]:
-        """Number of released coordinates of each group."""
+        """Number of released coordinates of each group, every copy counted."""
         sizes = [sum(p.numel() for p in group) for group in self.groups]
-        return [spread_size(size) for size in sizes] if self.rotated else sizes
+        spread = [spread_size(size) for size in sizes] if self.rotated else sizes
+        return [size * times for size, times in zip(spread, self.copies, strict=True)]
+
+    def release(self, sums: list[Tensor], scale: float, world: World) -> list[Tensor]:
+        """What is released of :meth:`prepare`'s result, in its place."""
+        self.readout.release_from(sums, self.copies, scale, world)
+        return sums
 
     def blank(self) -> list[Tensor]:
         """Room for the sum of each group, all zero."""
@@ -149,19 +176,17 @@ class ReleasePlan:
             members.append(Gaussian(multiplier) if gaussian else Laplace(multiplier, size))
         return members[0] if len(members) == 1 else Joint(members)
 
-    def spacing(self, sampler: Sampler, scale: float, world: World) -> float:
+    def spacing(self, scale: float, world: World) -> float:
         """How far rounding moves one coordinate, when each process does its slice."""
         size = world.slice_size(sum(self.sizes))
-        return sampler.added_sensitivity(scale, size) / math.sqrt(max(size, 1))
+        return self.readout.noise.added_sensitivity(scale, size) / math.sqrt(max(size, 1))
 
-    def scale_for(
-        self, wanted: Mechanism, template: Mechanism, sampler: Sampler, world: World, rho: float
-    ) -> float:
+    def scale_for(self, wanted: Mechanism, template: Mechanism, world: World, rho: float) -> float:
         """The scale whose release, rounding included, has at least the noise that is wanted."""
         targets = _multipliers(wanted)
         scale = targets[0] / _multipliers(template)[0]
         for _ in range(50):
-            reached = self.describe(scale, self.spacing(sampler, scale, world), rho)
+            reached = self.describe(scale, self.spacing(scale, world), rho)
             pairs = zip(targets, _multipliers(reached), strict=True)
             short = max(target / member for target, member in pairs)
             if short <= 1:

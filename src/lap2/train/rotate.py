@@ -1,11 +1,9 @@
 """The basis in which Laplace noise is added: one that spreads every gradient evenly.
 
-A clamp separates signal from Laplace noise best where signals are alike and small. Gradients are
-not like that: a few coordinates hold much of them. An orthonormal change of basis, a Hadamard
-transform of randomly signed coordinates, spreads what they hold over all, and leaves norms, and so
-sensitivities, as they are. Where there are few coordinates, each is there several times, smaller in
-proportion: k times at ``1 / sqrt(k)``, which leaves norms as they are too. What is released is
-clamped, added up and turned back.
+Signs and clamps tell signals best that are alike and small. Gradients are not like that: a few
+coordinates hold much of them. An orthonormal change of basis, a Hadamard transform of randomly
+signed coordinates, spreads what they hold over all, and leaves norms, and so sensitivities, as they
+are. What is released is turned back.
 """
 
 # pyright: basic
@@ -18,29 +16,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lap2.signal import copies
+from lap2.signal import block_size, spread_size
 from lap2.train.compiled import kernel
 
-__all__ = ["blank", "gather", "spread", "spread_size", "turned"]
+__all__ = ["blank", "gather", "spread", "turned"]
 
-_BLOCK = 2**15
-"""Coordinates that are mixed with each other, at most."""
 _DIGIT = 5
 """The transform is a product of matrices with up to 2 to this many rows: few passes, few sums."""
 _CHUNK = 2**20
 """Coordinates that are transformed at a time, which bounds the memory needed."""
 _WORTH_THREADS = 2**16
 """Coordinates whose transform takes longer than to have another core's cache share them."""
-
-
-def spread_size(size: int) -> int:
-    """How many coordinates :func:`spread` makes of ``size``.
-
-    Up to a sixteenth more, times how often each of few is repeated. Fewer than 32 coordinates are
-    left as they are.
-    """
-    padded = _padded(size)
-    return padded * copies(padded)
 
 
 def spread(tensors: Sequence[Tensor]) -> Tensor:
@@ -60,23 +46,18 @@ def spread(tensors: Sequence[Tensor]) -> Tensor:
 def blank(size: int, device: torch.device) -> Tensor:
     """Room for ``size`` coordinates and what they are filled up with: zeros, in float64."""
     home = "cpu" if device.type == "mps" else device
-    return torch.zeros(_padded(size), dtype=torch.float64, device=home)
+    return torch.zeros(spread_size(size), dtype=torch.float64, device=home)
 
 
 def turned(flat: Tensor, size: int) -> Tensor:
     """What :func:`spread` gives, of coordinates that are in :func:`blank` room; overwrites it."""
-    times = copies(len(flat))
-    _turn(flat, size, 1 / math.sqrt(times), back=False)
-    return flat if times == 1 else torch.cat([flat] * times)
+    _turn(flat, size, 1.0, back=False)
+    return flat
 
 
 def gather(flat: Tensor, tensors: Sequence[Tensor], factor: float = 1.0) -> None:
     """Undo :func:`spread`: ``flat``, which is overwritten, times a factor into the tensors."""
-    size = sum(t.numel() for t in tensors)
-    times = copies(_padded(size))
-    if times > 1:
-        flat = flat.view(times, -1).sum(dim=0)
-    _turn(flat, size, factor / math.sqrt(times), back=True)
+    _turn(flat, sum(t.numel() for t in tensors), factor, back=True)
     for part, tensor in _parts(flat, tensors):
         tensor.copy_(part)
 
@@ -88,23 +69,13 @@ def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Te
         yield part.view(tensor.shape), tensor
 
 
-def _padded(size: int) -> int:
-    block = _block(size)
-    return -(-size // block) * block
-
-
-def _block(size: int) -> int:
-    """The largest power of two that is at most a sixteenth of ``size``, within bounds."""
-    return min(_BLOCK, 1 << max(0, (size // 16).bit_length() - 1))
-
-
 def _turn(flat: Tensor, size: int, factor: float, *, back: bool) -> None:
     """Into the basis, or back, and multiplied; in place.
 
     The coordinates that are mixed with each other are as far apart as can be, so that they are of
     different layers.
     """
-    block = _block(size)
+    block = block_size(size)
     if block == 1:
         flat.mul_(factor)
         return

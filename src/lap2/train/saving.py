@@ -28,7 +28,6 @@ _FIELDS = {
     "model": dict,
     "optimizer": dict,
     "scheduler": (dict, type(None)),
-    "denoiser": dict,
     "loader": (dict, type(None)),
     "extra": dict,
 }
@@ -101,7 +100,6 @@ class Saver:
                 _load_plainly(self._plan.optimizer, state["optimizer"])
                 if scheduler is not None:
                     scheduler.load_state_dict(state["scheduler"])
-                step.denoiser.load_state_dict(state["denoiser"])
                 if step.loader is not None:
                     step.loader.load_state_dict(state["loader"])
                 lost = step.run.adopt(taken)
@@ -118,7 +116,7 @@ class Saver:
         step, plan = self._step, self._plan
         held = [
             (part.load_state_dict, copy.deepcopy(part.state_dict()))
-            for part in (plan.module, scheduler, step.denoiser, step.loader)
+            for part in (plan.module, scheduler, step.loader)
             if part is not None
         ]
         optimizer = copy.deepcopy(_plain_state(plan.optimizer))
@@ -141,7 +139,6 @@ class Saver:
             "model": self._plan.module.state_dict(),
             "optimizer": _plain_state(self._plan.optimizer),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "denoiser": step.denoiser.state_dict(),
             "loader": step.loader.state_dict() if step.loader else None,
             "extra": extra,
         }
@@ -155,7 +152,7 @@ class Saver:
         return {
             "model": repr(shapes),
             "optimizer": f"{self._optimizer} over {groups} parameters",
-            "denoising": f"{step.denoiser.mode} {step.denoiser.tau}{' rotated' * plan.rotated}",
+            "release": f"{plan.readout.describe()}, {plan.copies} copies",
             "noise": entry.noise,
             "sampling": entry.sampling,
             "mechanism": repr(entry.mechanism),

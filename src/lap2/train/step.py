@@ -1,4 +1,4 @@
-"""One private step: clip, add noise, denoise, and hand over to the optimizer."""
+"""One private step: clip, add noise, read out, and hand over to the optimizer."""
 
 # pyright: basic
 
@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lap2.noise import Sampler
 from lap2.train.clip import ClippedGroup, Clipping
-from lap2.train.denoise import Denoiser
 from lap2.train.distributed import World
 from lap2.train.errors import BookkeepingError
 from lap2.train.plan import ReleasePlan
@@ -31,17 +29,15 @@ __all__ = ["PrivateStep", "make_step_private"]
 
 
 class PrivateStep(StaysHere):
-    """Clip, add noise, denoise: everything between ``backward`` and the optimizer's own step."""
+    """Clip, add noise, read out: everything between ``backward`` and the optimizer's own step."""
 
     def __init__(
         self,
         *,
         plan: ReleasePlan,
         loader: PoissonLoader | None,
-        sampler: Sampler,
         scale: float,
         divisor: float,
-        denoiser: Denoiser,
         loss_reduction: str,
         run: Run,
         world: World,
@@ -52,11 +48,10 @@ class PrivateStep(StaysHere):
         caveats: Sequence[str],
     ) -> None:
         """Describe the release once; every step repeats it."""
-        self.loader, self.sampler, self.scale, self.divisor = loader, sampler, scale, divisor
+        self.loader, self.scale, self.divisor = loader, scale, divisor
         self.run, self._given_caveats = run, tuple(caveats)
         self.total_clip, self.rounding = plan.total_clip, rounding
-        self.denoiser, self.skipped = denoiser, 0
-        self.taus: list[float] = []
+        self.skipped = 0
         self.losses: set[str] = set()
         """How the losses of the steps taken were reduced."""
         self.unchecked: set[str] = set()
@@ -252,15 +247,12 @@ class PrivateStep(StaysHere):
         self._is_begun = False
 
     def _release(self) -> None:
-        """Account, add noise once to every coordinate, denoise, divide by the public batch size."""
+        """Account, release the sum with noise once, divide by the public batch size."""
         self._begin_sum()
-        release = self._plan.prepare(self._sums)
+        prepared = self._plan.prepare(self._sums)
         self.run.enter(self.caveats())
-        self.world.release(
-            release, lambda part: self.sampler.add(part, self.scale), sliced=self.sampler.is_secure
-        )
-        self.taus = self.denoiser(release, self.scale)
-        means = self._plan.restore(release, 1 / self.divisor)
+        released = self._plan.release(prepared, self.scale, self.world)
+        means = self._plan.restore(released, 1 / self.divisor)
         self._clear_sums()
         for param, mean in zip(self._plan.params, means, strict=True):
             param.grad = mean

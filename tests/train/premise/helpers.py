@@ -97,7 +97,7 @@ def private(
         data_loader=data,
         noise_multiplier=1.0,
         max_grad_norm=clip,
-        **{"denoise": "none", **options},
+        **{"release": "values", **options},
     )
     return Run(engine, model, optimizer, loader, clip, noise)
 

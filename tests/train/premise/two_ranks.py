@@ -28,7 +28,7 @@ def private(sampler):
         data_loader=DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
-        denoise="none",
+        release="values",
     )
     return engine, *made
 
