@@ -53,9 +53,10 @@ def test_controls_of_uniform_variates_repeat_or_share_them():
     for array in (first, second):
         repeating.times(3).add(array, 1.0)
     assert first.equal(second)
-    FAULTS["shared"].sampler("bits").times(3).add(first, 1.0)
-    assert first[:500].equal(first[500:])
-    assert not first[:499].equal(first[1:500])
+    shared = torch.zeros(1000, dtype=torch.float64)
+    FAULTS["shared"].sampler("bits").times(3).add(shared, 1.0)
+    assert shared[:500].equal(shared[500:])
+    assert not shared[:500].equal(first[:500])
 
 
 def test_controls_of_what_is_not_noise_leave_the_real_source():
@@ -70,8 +71,18 @@ def test_counts_are_read_back(copies):
     counts = np.arange(copies + 1)
     told = estimates(counts, copies=copies, scale=0.7)
     assert counts_of(told, copies=copies, scale=0.7) == pytest.approx(counts, abs=1e-6)
-    assert wholeness(counts_of(told.astype(np.float32), copies=copies, scale=0.7)) == 1
-    assert wholeness(counts_of(0.7 * told, copies=copies, scale=0.7)) < 0.9
+    found = counts_of(told.astype(np.float32)[:, None], copies=copies, scale=0.7)
+    assert wholeness(found) == 1
+    assert wholeness(0.77 * found + 0.1) < 0.9
+
+
+def test_counts_are_whole_but_for_what_is_missing_of_a_column():
+    rng = np.random.default_rng(4)
+    signs = rng.choice([-1.0, 1.0], size=(2, 256, 1))
+    missing = (signs * rng.normal(size=(2, 1, 40))).sum(axis=0)
+    counts = rng.binomial(32, 0.5, size=(256, 40))
+    assert 0.35 < wholeness(counts + missing) < 0.65
+    assert wholeness(counts + missing + rng.integers(2, size=counts.shape) / 2) < 0.1
 
 
 def test_the_likelihood_ratio_is_that_of_binomial_counts():

@@ -83,8 +83,16 @@ def likelihood_ratio(shift: Floats, *, copies: int, scale: float) -> Callable[[F
 
 
 def wholeness(counts: Floats) -> float:
-    """1 if all counts are whole, about 0 if they are anything; rounded, as releases are."""
-    return round(float(np.cos(2 * np.pi * counts).mean()), 3)
+    """1 if all counts are whole, near 0 if they are anything; rounded, as releases are.
+
+    Where something of a column is not known, its counts are off by the same few numbers, with
+    signs: the mean cosine is then the product of some cosines, and may be negative.
+
+    Args:
+        counts: those of a column were mixed with each other.
+    """
+    columns = np.cos(2 * np.pi * counts).mean(axis=0)
+    return round(math.sqrt(float((columns * columns).mean())), 3)
 
 
 def repetition(noisy: Floats) -> float:

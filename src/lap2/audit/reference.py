@@ -19,6 +19,7 @@ from torch import Tensor
 from lap2.audit.bits import IdealNoise, counts_of, repetition, wholeness
 from lap2.audit.result import Check
 from lap2.mechanism import Mechanism
+from lap2.signal import block_size
 from lap2.train.distributed import World
 from lap2.train.engine import PrivacyEngine
 from lap2.train.poisson import PoissonLoader
@@ -80,11 +81,14 @@ class Reference:
         counts as zero: then counts are not quite whole.
         """
         noisy = [part.double().flatten().numpy() for part in self._laid_out(released)]
-        found = {"noise shared between coordinates": repetition(np.concatenate(noisy))}
+        found = {"coordinates that are alike": repetition(np.concatenate(noisy))}
         if self._plan.readout.release == "bits":
-            pairs = zip(noisy, self._plan.copies, strict=True)
-            counts = [counts_of(part, copies=k, scale=self._scale) for part, k in pairs]
-            found["bits counted"] = wholeness(np.concatenate(counts))
+            groups = zip(noisy, self._plan.copies, self._plan.groups, strict=True)
+            for number, (part, copies, group) in enumerate(groups):
+                block = block_size(sum(param.numel() for param in group))
+                mixed = part.reshape(block, -1) if block > 1 else part[:, None]
+                name = f"bits counted in group {number}" if number else "bits counted"
+                found[name] = wholeness(counts_of(mixed, copies=copies, scale=self._scale))
         return found
 
     def length_check(self, sums: Mapping[str, Sums]) -> Check:
