@@ -51,11 +51,12 @@ class IdealNoise:
 
     def add(self, array: Any, scale: float) -> float:
         """Make a tensor on the CPU noisy, or a list of them, in place."""
-        for part in array if isinstance(array, list) else [array]:
-            values = part.numpy()
+        parts: list[Any] = array if isinstance(array, list) else [array]
+        for part in parts:
+            values: Floats = part.numpy()
             if self.copies:
                 chance = special.expit(log_odds(values / (math.sqrt(self.copies) * scale)))
-                counts = self._rng.binomial(self.copies, chance)
+                counts: NDArray[np.int64] = self._rng.binomial(self.copies, chance)
                 values[...] = estimates(counts, copies=self.copies, scale=scale)
             else:
                 # The difference of two exponential variates.
@@ -70,7 +71,7 @@ def counts_of(released: Any, *, copies: int, scale: float) -> Floats:
     far = 1e6  # straight on from the ends
     first, last = table[0] - far * (table[1] - table[0]), table[-1] + far * (table[-1] - table[-2])
     counts = np.concatenate([[-far], np.arange(copies + 1), [copies + far]])
-    return np.interp(released, np.concatenate([[first], table, [last]]), counts)
+    return np.asarray(np.interp(released, np.concatenate([[first], table, [last]]), counts))
 
 
 def likelihood_ratio(shift: Floats, *, copies: int, scale: float) -> Callable[[Floats], Floats]:
