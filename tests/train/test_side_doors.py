@@ -401,7 +401,7 @@ def broken_noise(run):
     def fail(sums, scale):
         raise RuntimeError("no entropy")
 
-    run.engine._step.sampler.add = fail
+    run.engine._step._plan.readout.noise.times = fail
     run.train()
 
 

@@ -152,11 +152,11 @@ class Saver:
         return {
             "model": repr(shapes),
             "optimizer": f"{self._optimizer} over {groups} parameters",
-            "release": f"{plan.readout.describe()}, {plan.copies} copies",
             "noise": entry.noise,
             "sampling": entry.sampling,
-            "mechanism": repr(entry.mechanism),
             "sampling probability": repr(entry.sampling_prob),
+            "release": plan.readout.describe(plan.copies),
+            "mechanism": repr(entry.mechanism),
             "clips": repr(plan.clips),
             "divisor": repr(step.divisor),
         }
