@@ -7,7 +7,7 @@ positive. Only the public readout of counts as estimates is the library's own.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,12 +51,12 @@ class IdealNoise:
 
     def add(self, array: Any, scale: float) -> float:
         """Make a tensor on the CPU noisy, or a list of them, in place."""
-        parts: list[Any] = array if isinstance(array, list) else [array]
+        parts = cast("list[Any]", array if isinstance(array, list) else [array])
         for part in parts:
             values: Floats = part.numpy()
             if self.copies:
                 chance = special.expit(log_odds(values / (math.sqrt(self.copies) * scale)))
-                counts: NDArray[np.int64] = self._rng.binomial(self.copies, chance)
+                counts = self._rng.binomial(self.copies, np.asarray(chance, dtype=np.float64))
                 values[...] = estimates(counts, copies=self.copies, scale=scale)
             else:
                 # The difference of two exponential variates.
@@ -71,7 +71,8 @@ def counts_of(released: Any, *, copies: int, scale: float) -> Floats:
     far = 1e6  # straight on from the ends
     first, last = table[0] - far * (table[1] - table[0]), table[-1] + far * (table[-1] - table[-2])
     counts = np.concatenate([[-far], np.arange(copies + 1), [copies + far]])
-    return np.asarray(np.interp(released, np.concatenate([[first], table, [last]]), counts))
+    places = np.concatenate([[first], table, [last]])
+    return np.interp(np.asarray(released, dtype=np.float64), places, counts)
 
 
 def likelihood_ratio(shift: Floats, *, copies: int, scale: float) -> Callable[[Floats], Floats]:
