@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lap2 import _validate
 from lap2.noise import signs_numpy
-from lap2.noise.arrays import Floats, Segment, flat_parts, for_each, segments
+from lap2.noise.arrays import Floats, Segment, finite_range, flat_parts, for_each, segments
 from lap2.noise.grid import check_scale, refuse_pickling
 from lap2.noise.keystream import AesStream, KeyStream, new_key
 from lap2.noise.signs_numpy import Counts, Words
@@ -152,13 +152,19 @@ def estimates(counts: Any, *, copies: int, scale: float) -> NDArray[np.float64]:
     With X of k copies positive and ``m = 2 X / k - 1``, the estimate is ``sqrt(k) b m``. Its mean
     is ``sqrt(k) b (1 - exp(-abs(u)))`` with the sign of u, and its variance at most that of
     Gaussian noise, ``b^2``. From 256 copies on it is ``-sqrt(k) b log(1 - abs(m))`` with the sign
-    of m, the inverse of that mean, over its gain for small signals.
+    of m, the inverse of that mean, over its gain for small signals, ``1 + sqrt(2 / (pi k))``.
+    Its variance is about ``b^2 (2 exp(abs(u)) - 1)``.
+
+    Raises:
+        ValueError: a count is not between 0 and k.
 
     >>> estimates([0, 1], copies=1, scale=2.0)
     array([-2.,  2.])
     """
     k, b = check_copies(copies), check_scale(scale)
     found = np.asarray(counts, dtype=np.float64)
+    if not ((found >= 0) & (found <= k)).all():
+        raise ValueError(f"counts must be from 0 to copies, which are {k}, got one that is not")
     if k < _MANY:
         return (2 * found - k) * (math.sqrt(k) * b / k)
     return _inverse(2 * found / k - 1, k) * (math.sqrt(k) * b / _gain(k))
@@ -238,9 +244,8 @@ class _Drawing:
         if self._copies < _MANY:
             self._kernel.write(values, found, self._root * self._scale / self._copies, self._copies)
         else:
-            limits = np.finfo(values.dtype)
             exact = estimates(found, copies=self._copies, scale=self._scale)
-            values[:] = exact.clip(float(limits.min), float(limits.max))
+            values[:] = exact.clip(*finite_range(values.dtype))
 
     def _chunks(
         self, segment: Segment, undecided: list[_Undecided], *, write: bool
@@ -308,7 +313,7 @@ def check_copies(copies: int) -> int:
 
 def _inverse(mean: NDArray[np.float64], copies: int) -> NDArray[np.float64]:
     """u, from the mean of its copies' signs; as if half a copy had another sign where none has."""
-    return -np.copysign(np.log1p(-np.minimum(np.abs(mean), 1 - 0.5 / copies)), mean)
+    return np.copysign(np.log1p(-np.minimum(np.abs(mean), 1 - 0.5 / copies)), mean)
 
 
 @lru_cache(maxsize=64)
