@@ -227,18 +227,23 @@ class _Drawing:
         undecided: list[_Undecided] = []
         for start, values, found in self._chunks(segment, undecided, write=False):
             place[start : start + len(values)] = found
-        for index, found in self._decide(undecided, segment.position):
-            place[index] = found
+        if undecided:
+            place[[item.place for item in undecided]] = self._decide(undecided, segment.position)
 
     def replace(self, segment: Segment) -> None:
         """Replace the coordinates of a segment by their estimates."""
         undecided: list[_Undecided] = []
         for _, values, found in self._chunks(segment, undecided, write=True):
             self._write(values, found)
-        for index, found in self._decide(undecided, segment.position):
-            start = segment.start + index
+        if not undecided:
+            return
+        exact: NDArray[np.float64] = np.empty(len(undecided))
+        self._write(exact, self._decide(undecided, segment.position))
+        for item, estimate in zip(undecided, exact.tolist(), strict=True):
+            start = segment.start + item.place
             for values in segment.part.chunks(1, start, start + 1, write=True):
-                self._write(values, np.array([found], dtype=np.uint32))
+                lowest, highest = finite_range(values.dtype)
+                values[0] = min(max(estimate, lowest), highest)
 
     def _write(self, values: Floats, found: Counts) -> None:
         if self._copies < _MANY:
@@ -269,14 +274,12 @@ class _Drawing:
             yield start, values, found
             start += size
 
-    def _decide(self, undecided: Sequence[_Undecided], position: int) -> Sequence[tuple[int, int]]:
+    def _decide(self, undecided: Sequence[_Undecided], position: int) -> Counts:
         """The counts of coordinates that a kernel left undecided, with more bits.
 
         Each bit has bits of its own to go on with, so that the result does not depend on which a
         kernel leaves undecided, nor on what it made of the others of a coordinate.
         """
-        if not undecided:
-            return []
         k = self._copies
         values: NDArray[np.float64] = np.array([item.value for item in undecided])
         words: Words = np.array([item.words for item in undecided])
@@ -299,8 +302,7 @@ class _Drawing:
             more = self._stream.endless(numbers[i])
             flipped[i] = flips(abs(item.value), self._scale, k, bits, more)
         np.add.at(down, rows, flipped)
-        positive: list[int] = np.where(values >= 0, k - down, down).tolist()
-        return [(item.place, count) for item, count in zip(undecided, positive, strict=True)]
+        return np.where(values >= 0, k - down, down).astype(np.uint32)
 
 
 def check_copies(copies: int) -> int:

@@ -155,4 +155,4 @@ def count(values, words, inverse, copies, counts):
         found = _count_one(values, words, inverse, counts)
     else:
         found = _count(values, words, inverse, copies, counts)
-    return np.flatnonzero(counts == _UNDECIDED) if found else _NONE
+    return (counts == _UNDECIDED).nonzero()[0] if found else _NONE
