@@ -144,9 +144,19 @@ def _write(values, counts, gain, copies, limits):
         values[i] = min(max(estimate, limits[0]), limits[1])
 
 
+@_outer
+def _write_one(values, counts, size):
+    for i in range(values.size):
+        values[i] = size if counts[i] else -size
+
+
 def write(values, counts, gain, copies):
     """Compiled :func:`lap2.noise.signs_numpy.write`."""
-    _write(values, counts, gain, copies, finite_range(values.dtype))
+    limits = finite_range(values.dtype)
+    if copies == 1:
+        _write_one(values, counts, values.dtype.type(min(gain, limits[1])))
+    else:
+        _write(values, counts, gain, copies, limits)
 
 
 def count(values, words, inverse, copies, counts):
