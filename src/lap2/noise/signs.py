@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lap2 import _validate
 from lap2.noise import signs_numpy
-from lap2.noise.arrays import Floats, Segment, flat_parts, for_each, segments
+from lap2.noise.arrays import Floats, Segment, finite_range, flat_parts, for_each, segments
 from lap2.noise.grid import check_scale, refuse_pickling
 from lap2.noise.keystream import AesStream, KeyStream, new_key
 from lap2.noise.signs_numpy import Counts, Words
@@ -152,13 +152,19 @@ def estimates(counts: Any, *, copies: int, scale: float) -> NDArray[np.float64]:
     With X of k copies positive and ``m = 2 X / k - 1``, the estimate is ``sqrt(k) b m``. Its mean
     is ``sqrt(k) b (1 - exp(-abs(u)))`` with the sign of u, and its variance at most that of
     Gaussian noise, ``b^2``. From 256 copies on it is ``-sqrt(k) b log(1 - abs(m))`` with the sign
-    of m, the inverse of that mean, over its gain for small signals.
+    of m, the inverse of that mean, over its gain for small signals, ``1 + sqrt(2 / (pi k))``.
+    Its variance is about ``b^2 (2 exp(abs(u)) - 1)``.
+
+    Raises:
+        ValueError: a count is not between 0 and k.
 
     >>> estimates([0, 1], copies=1, scale=2.0)
     array([-2.,  2.])
     """
     k, b = check_copies(copies), check_scale(scale)
     found = np.asarray(counts, dtype=np.float64)
+    if not ((found >= 0) & (found <= k)).all():
+        raise ValueError(f"counts must be from 0 to copies, which are {k}, got one that is not")
     if k < _MANY:
         return (2 * found - k) * (math.sqrt(k) * b / k)
     return _inverse(2 * found / k - 1, k) * (math.sqrt(k) * b / _gain(k))
@@ -238,26 +244,30 @@ class _Drawing:
         undecided: list[_Undecided] = []
         for start, values, found in self._chunks(segment, undecided, write=False):
             place[start : start + len(values)] = found
-        for index, found in self._decide(undecided, segment.position):
-            place[index] = found
+        if undecided:
+            place[[item.place for item in undecided]] = self._decide(undecided, segment.position)
 
     def replace(self, segment: Segment) -> None:
         """Replace the coordinates of a segment by their estimates."""
         undecided: list[_Undecided] = []
         for _, values, found in self._chunks(segment, undecided, write=True):
             self._write(values, found)
-        for index, found in self._decide(undecided, segment.position):
-            start = segment.start + index
+        if not undecided:
+            return
+        exact: NDArray[np.float64] = np.empty(len(undecided))
+        self._write(exact, self._decide(undecided, segment.position))
+        for item, estimate in zip(undecided, exact.tolist(), strict=True):
+            start = segment.start + item.place
             for values in segment.part.chunks(1, start, start + 1, write=True):
-                self._write(values, np.array([found], dtype=np.uint32))
+                lowest, highest = finite_range(values.dtype)
+                values[0] = min(max(estimate, lowest), highest)
 
     def _write(self, values: Floats, found: Counts) -> None:
         if self._copies < _MANY:
             self._kernel.write(values, found, self._root * self._scale / self._copies, self._copies)
         else:
-            limits = np.finfo(values.dtype)
             exact = estimates(found, copies=self._copies, scale=self._scale)
-            values[:] = exact.clip(float(limits.min), float(limits.max))
+            values[:] = exact.clip(*finite_range(values.dtype))
 
     def _chunks(
         self, segment: Segment, undecided: list[_Undecided], *, write: bool
@@ -281,14 +291,12 @@ class _Drawing:
             yield start, values, found
             start += size
 
-    def _decide(self, undecided: Sequence[_Undecided], position: int) -> Sequence[tuple[int, int]]:
+    def _decide(self, undecided: Sequence[_Undecided], position: int) -> Counts:
         """The counts of coordinates that a kernel left undecided, with more bits.
 
         Each bit has bits of its own to go on with, so that the result does not depend on which a
         kernel leaves undecided, nor on what it made of the others of a coordinate.
         """
-        if not undecided:
-            return []
         k = self._copies
         values: NDArray[np.float64] = np.array([item.value for item in undecided])
         words: Words = np.array([item.words for item in undecided])
@@ -311,8 +319,7 @@ class _Drawing:
             more = self._stream.endless(numbers[i])
             flipped[i] = flips(abs(item.value), self._scale, k, bits, more)
         np.add.at(down, rows, flipped)
-        positive: list[int] = np.where(values >= 0, k - down, down).tolist()
-        return [(item.place, count) for item, count in zip(undecided, positive, strict=True)]
+        return np.where(values >= 0, k - down, down).astype(np.uint32)
 
 
 def check_copies(copies: int) -> int:
@@ -325,7 +332,7 @@ def check_copies(copies: int) -> int:
 
 def _inverse(mean: NDArray[np.float64], copies: int) -> NDArray[np.float64]:
     """u, from the mean of its copies' signs; as if half a copy had another sign where none has."""
-    return -np.copysign(np.log1p(-np.minimum(np.abs(mean), 1 - 0.5 / copies)), mean)
+    return np.copysign(np.log1p(-np.minimum(np.abs(mean), 1 - 0.5 / copies)), mean)
 
 
 @lru_cache(maxsize=64)
