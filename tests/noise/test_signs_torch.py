@@ -93,6 +93,34 @@ def test_blocks_are_those_of_another_library(number, use):
     assert block(key, number, use) == other
 
 
+def compiled(monkeypatch, compiler):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiler(function))
+    monkeypatch.setattr(signs_torch, "_COMPILED", ("cpu",))
+    signs_torch._compiled.cache_clear()
+    monkeypatch.setattr(signs_torch, "_compiled", signs_torch._compiled.__wrapped__)
+    return signs_torch._compiled(torch.device("cpu"))
+
+
+def no_compiler(_):
+    def fails(_):
+        raise RuntimeError("no compiler")
+
+    return fails
+
+
+def test_compiled_blocks_are_the_same(monkeypatch):
+    numbers, key = torch.arange(1000) << 25, signs_torch.key_words(KEY)
+    plain = signs_torch.blocks(key, numbers, use=3)
+    assert compiled(monkeypatch, lambda function: function)
+    assert torch.equal(signs_torch.blocks(key, numbers, use=3), plain)
+
+
+@pytest.mark.parametrize("compiler", [no_compiler, lambda f: lambda x: f(x) ^ 1])
+def test_a_compiler_that_fails_or_errs_is_not_used(compiler, monkeypatch):
+    assert compiled(monkeypatch, compiler) is None
+    assert block(KEY, 5, 0) == ChaChaStream(KEY)._from_block(5, use=0).update(bytes(64))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("copies", [1, 2, 33, 300])
 def test_bits_are_those_of_the_cpu(dtype, copies, gpu):
