@@ -98,7 +98,7 @@ class ChaChaStream:
 
     def __init__(self, key: bytes) -> None:
         """Keep the key."""
-        self._key = key
+        self.key = key
 
     def reader(self, byte: int) -> Any:
         """See :class:`KeyStream`."""
@@ -123,7 +123,7 @@ class ChaChaStream:
 
     def _from_block(self, number: int, *, use: int) -> Any:
         nonce = number.to_bytes(8, "little") + use.to_bytes(8, "little")
-        return Cipher(algorithms.ChaCha20(self._key, nonce), mode=None).encryptor()
+        return Cipher(algorithms.ChaCha20(self.key, nonce), mode=None).encryptor()
 
 
 class _ChaChaReader:

@@ -20,7 +20,7 @@ from lap2 import _validate
 from lap2.noise import signs_numpy
 from lap2.noise.arrays import Floats, Segment, finite_range, flat_parts, for_each, segments
 from lap2.noise.grid import check_scale, refuse_pickling
-from lap2.noise.keystream import AesStream, KeyStream, new_key
+from lap2.noise.keystream import AesStream, ChaChaStream, KeyStream, new_key
 from lap2.noise.signs_numpy import Counts, Words
 
 __all__ = ["SecureSigns", "check_copies", "check_finite", "estimates", "flips", "pack", "unpack"]
@@ -30,6 +30,7 @@ _BITS = 1 << 16
 _SEGMENT = 1 << 20
 """Bits decided by one thread at a time."""
 _MOST_COPIES = 1 << 24
+_INFINITE = "array must be finite, got a coordinate that is not"
 _ERROR = 2.0**-24
 """More than thresholds in float64, of at most 2^15, err by."""
 _MANY = 256
@@ -51,7 +52,8 @@ class Kernel(Protocol):
 class SecureSigns:
     """Signs of Laplace-noised coordinates, each exact, from the operating system's entropy.
 
-    Every call draws a new 256-bit key, expands it with AES in counter mode, and forgets it. A bit
+    Every call draws a new 256-bit key, expands it with AES in counter mode, or with ChaCha20 where
+    a tensor is on another device than the CPU, whose bits are drawn there, and forgets it. A bit
     is decided by the first 16 bits of its uniform variate where a certified enclosure of its
     probability allows, which is nearly always; else by 64 more, and else in arbitrary precision.
 
@@ -59,7 +61,7 @@ class SecureSigns:
         What is released is a function of ``S + Laplace(scale)`` with ideal noise, where S holds
         each coordinate, as it stands in float64, ``copies`` times over ``sqrt(copies)``. Accounting
         for noise multiplier ``scale / C`` in ``copies`` times as many coordinates covers the
-        release exactly, as far as AES-256 output cannot be told from uniform bits. Nothing is
+        release exactly, as far as their output cannot be told from uniform bits. Nothing is
         rounded on the way, so that :meth:`added_sensitivity` is zero.
 
     Args:
@@ -100,7 +102,7 @@ class SecureSigns:
             ValueError: a coordinate is not finite; then nothing has been changed.
             EntropyError: the operating system gave no randomness; then nothing has been changed.
         """
-        self._add_with_key(array, scale, AesStream(new_key()))
+        self._add_with_key(array, scale, _new_stream(array))
         return 0.0
 
     def counts(self, array: Any, scale: float) -> Counts:
@@ -108,19 +110,25 @@ class SecureSigns:
 
         :func:`pack` makes eight coordinates a byte of it, where there is one copy.
         """
-        return self._counts_with_key(array, scale, AesStream(new_key()))
+        return self._counts_with_key(array, scale, _new_stream(array))
 
     def _add_with_key(self, array: Any, scale: float, stream: KeyStream) -> None:
         drawing = _Drawing(self._kernel, stream, self.copies, scale)
         found, share = check_finite(array, self._length, self._kernel)
-        for_each(drawing.replace, found, share=share)
+        near, elsewhere = _apart(found, stream)
+        if elsewhere:
+            near += drawing.replace_elsewhere(elsewhere)
+        for_each(drawing.replace, near, share=share)
 
     def _counts_with_key(self, array: Any, scale: float, stream: KeyStream) -> Counts:
         drawing = _Drawing(self._kernel, stream, self.copies, scale)
         found, share = check_finite(array, self._length, self._kernel)
         last = found[-1] if found else None
         counts = np.empty(last.position + last.stop - last.start if last else 0, dtype=np.uint32)
-        for_each(lambda segment: drawing.count(segment, counts), found, share=share)
+        near, elsewhere = _apart(found, stream)
+        if elsewhere:
+            near += drawing.count_elsewhere(elsewhere, counts)
+        for_each(lambda segment: drawing.count(segment, counts), near, share=share)
         return counts
 
     @property
@@ -140,10 +148,33 @@ def check_finite(array: Any, length: int, kernel: Kernel) -> tuple[list[Segment]
     def check(segment: Segment) -> None:
         for values in segment.chunks(_BITS, write=False):
             if not kernel.fits(values, math.inf):
-                raise ValueError("array must be finite, got a coordinate that is not")
+                raise ValueError(_INFINITE)
 
-    for_each(check, found, share=share)
+    for_each(check, [segment for segment in found if not segment.part.is_elsewhere], share=share)
+    elsewhere = [segment for segment in found if segment.part.is_elsewhere]
+    if elsewhere and not _on_devices().finite(elsewhere):
+        raise ValueError(_INFINITE)
     return found, share
+
+
+def _new_stream(array: Any) -> KeyStream:
+    """AES, for which CPUs have instructions, or what any device can do."""
+    is_elsewhere = any(part.is_elsewhere for part in flat_parts(array))
+    return (ChaChaStream if is_elsewhere else AesStream)(new_key())
+
+
+def _apart(found: list[Segment], stream: KeyStream) -> tuple[list[Segment], list[Segment]]:
+    """Segments to be drawn on the CPU, and those to be drawn where they are."""
+    if not isinstance(stream, ChaChaStream):
+        return found, []
+    near = [segment for segment in found if not segment.part.is_elsewhere]
+    return near, [segment for segment in found if segment.part.is_elsewhere]
+
+
+def _on_devices() -> Any:
+    from lap2.noise import signs_torch  # noqa: PLC0415 - only where there are tensors is there torch
+
+    return signs_torch
 
 
 def estimates(counts: Any, *, copies: int, scale: float) -> NDArray[np.float64]:
@@ -261,6 +292,19 @@ class _Drawing:
             for values in segment.part.chunks(1, start, start + 1, write=True):
                 lowest, highest = finite_range(values.dtype)
                 values[0] = min(max(estimate, lowest), highest)
+
+    def replace_elsewhere(self, found: Sequence[Segment]) -> list[Segment]:
+        """:meth:`replace` on devices; the segments with a bit that takes more to decide."""
+        return _on_devices().replace(found, **self._law, write=self._write)
+
+    def count_elsewhere(self, found: Sequence[Segment], counts: Counts) -> list[Segment]:
+        """:meth:`count` on devices; the segments with a bit that takes more to decide."""
+        return _on_devices().count(found, **self._law, counts=counts)
+
+    @property
+    def _law(self) -> dict[str, Any]:
+        key = cast("ChaChaStream", self._stream).key
+        return {"key": key, "copies": self._copies, "scale": self._scale}
 
     def _write(self, values: Floats, found: Counts) -> None:
         if self._copies < _MANY:
