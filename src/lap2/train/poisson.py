@@ -172,6 +172,11 @@ class PoissonLoader(StaysHere, DataLoader):
         self._fixed.end()
         return self.piece
 
+    @property
+    def backward_precision(self) -> float:
+        """The largest relative rounding error in the last rehearsal's backward passes."""
+        return self._fixed.precision
+
     def end_rehearsal(self) -> None:
         """Let the next rehearsal begin anew."""
         if self._rehearsing is not None:
@@ -286,7 +291,7 @@ class PoissonLoader(StaysHere, DataLoader):
                 drawn = _Drawn(count, count.size, is_first=True, is_last=True)
                 self._hand_out(this, drawn, rehearsal)
                 if rehearsal.numbers:
-                    self._fixed.begin(rehearsal.numbers)
+                    self._fixed.begin(rehearsal.numbers, rehearsal.common)
                 yield data
         finally:
             self._fixed.end()
