@@ -27,9 +27,12 @@ from lap2.train.nested import tensors
 from lap2.train.rounding import HALF
 from lap2.train.secrecy import StaysHere
 
-__all__ = ["CHANGED", "Rehearsal", "Rehearsed", "chosen_records", "rehearsed_batches"]
+__all__ = ["CHANGED", "SMALL", "Rehearsal", "Rehearsed", "chosen_records", "rehearsed_batches"]
 
-_SIZES = (8, 6, 4, 2)
+SMALL = 8
+"""Records in a small batch, at most."""
+
+_SIZES = (SMALL, 6, 4, 2)
 """Of the small batch: the first that no other dimension of it could be taken for."""
 
 _PROBES = 4
@@ -71,8 +74,8 @@ class Rehearsed:
 
 
 def chosen_records(count: int, most: int, rounds: int) -> list[int]:
-    """Which of ``count`` records to rehearse with: for a small batch, and others for each round."""
-    size = min(count, most, _SIZES[0])
+    """Which of ``count`` records to rehearse with: for a batch, and others for each round."""
+    size = min(count, most)
     wanted = size + rounds * (size // 2)
     return np.random.default_rng().permutation(count)[:wanted].tolist()
 
@@ -106,9 +109,9 @@ class _Maker:
         """Go back to the random state there was."""
         randomness.restore(self._before)
 
-    def unmistakable_size(self, most: int) -> int:
+    def unmistakable_size(self, sizes: Sequence[int], most: int) -> int:
         """A batch size that is not the length of a text, or another dimension."""
-        for size in (s for s in _SIZES if s <= most):
+        for size in (s for s in sizes if s <= most):
             dims = {dim for shape in self.shapes(range(size)) for dim in shape}
             if not dims & {size, size - _left_out(size)}:
                 return size
@@ -125,7 +128,12 @@ def _left_out(size: int) -> int:
 
 
 def rehearsed_batches(
-    held: Sequence[Any], collate: Callable[[list[Any]], Any], *, most: int, rounds: int
+    held: Sequence[Any],
+    collate: Callable[[list[Any]], Any],
+    *,
+    most: int,
+    rounds: int,
+    large: int = 0,
 ) -> Generator[tuple[Rehearsed, Any]]:
     """The batches of one rehearsal.
 
@@ -136,27 +144,32 @@ def rehearsed_batches(
     Args:
         held: records, as the data set has them. Of one record nothing can be learnt.
         collate: makes a batch of records.
-        most: records in a batch.
+        most: records in a small batch.
         rounds: how often records are replaced and left out. With several, the loop has a batch to
             settle first, after which what it does after a step has been done.
+        large: records in the batch of one more round, for what shows in larger batches only; none
+            if it is not larger.
     """
     if len(held) < 2:
         return
     maker, rng = _Maker(held, collate), np.random.default_rng()
     try:
-        size = maker.unmistakable_size(min(most, len(held), _SIZES[0]))
-        whole, spares = tuple(range(size)), list(range(size, len(held))) or [0]
+        small = maker.unmistakable_size(_SIZES, min(most, len(held), SMALL))
+        sizes = [small] * rounds
+        large = min(large, len(held) - 1)
+        if large > SMALL:
+            sizes.append(maker.unmistakable_size(range(large, SMALL, -1), large))
         if rounds > 1:  # who only fetches a batch to look at it shall see no fixed draws
-            yield Rehearsed("first", whole, ()), maker.make(whole)
-        for turn in range(rounds):
+            yield Rehearsed("first", tuple(range(small)), ()), maker.make(range(small))
+        for turn, size in enumerate(sizes):
+            whole, spares = tuple(range(size)), list(range(size, len(held))) or [0]
             common = _COMMON[turn] if turn < len(_COMMON) < rounds else float(rng.uniform())
             maker.draw_anew(common)
             yield Rehearsed("first", whole, whole, common=common), maker.make(whole)
             if turn == 0:
                 yield Rehearsed("again", whole, whole, common=common), maker.make(whole)
-            some = (
-                rng.permutation(size)[: _left_out(size)].tolist() if spares != [0] else [size - 1]
-            )
+            count = _left_out(size)
+            some = rng.permutation(size)[:count].tolist() if spares != [0] else [size - 1]
             news = dict(zip(some, rng.permutation(spares).tolist(), strict=False))
             numbers = tuple(news.get(i, i) for i in whole)
             same = tuple(-1 if i in news else i for i in whole)
@@ -165,7 +178,7 @@ def rehearsed_batches(
             if collate is not default_collate and maker.shapes(left) == maker.shapes(whole):
                 left = tuple(some)  # perhaps these are padded to the others
             last = maker.make(left)
-            is_last = turn == rounds - 1
+            is_last = turn == len(sizes) - 1
             yield Rehearsed("without", left, left, maker.is_still, is_last, common), last
     finally:
         maker.restore()

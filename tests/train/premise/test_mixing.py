@@ -179,6 +179,30 @@ def test_so_it_is_in_pieces(pieces):
     assert_refused(case.run(), case.loss(), case.words)
 
 
+class Large(nn.Module):
+    """Mixes in larger batches only."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.head, self.mix = nn.Linear(WIDTH, CLASSES), mix
+
+    def forward(self, x):
+        return self.head(self.mix(x))
+
+
+LARGE = {
+    "from 12 records on": lambda x: x - x.mean(0) if len(x) >= 12 else x,
+    "experts with a fixed capacity": lambda x: x * ((x[:, 0] > 0).cumsum(0) <= 4)[:, None],
+}
+
+
+@pytest.mark.parametrize("pieces", [None, 14])
+@pytest.mark.parametrize("name", LARGE)
+def test_what_mixes_larger_batches_only_is_found_before_the_first_release(name, pieces):
+    case = Case(lambda: Large(LARGE[name]), of_class, options={"max_physical_batch_size": pieces})
+    assert_refused(case.run(), of_class(), case.words)
+
+
 class CountsCalls(nn.Module):
     """Begins to mix after some calls."""
 
