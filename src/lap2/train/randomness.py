@@ -58,6 +58,10 @@ def same(one: State, other: State) -> bool:
     return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
 
+_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_EPS = {dtype: torch.finfo(dtype).eps for dtype in _TYPES}
+
+
 class FixedDraws(TorchDispatchMode):
     """While it is on, torch's random operations give every record values of its own, always those.
 
@@ -96,9 +100,9 @@ class FixedDraws(TorchDispatchMode):
         """Called by torch for every operation."""
         result = self._call(func, args, kwargs or {})
         if self._rows is not None and torch._C._current_graph_task_id() != -1:
-            for tensor in tensors(result):
-                if tensor.is_floating_point():
-                    self.precision = max(self.precision, torch.finfo(tensor.dtype).eps)
+            for tensor in (result,) if isinstance(result, torch.Tensor) else tensors(result):
+                if tensor.dtype in _EPS:
+                    self.precision = max(self.precision, _EPS[tensor.dtype])
         return result
 
     def _call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

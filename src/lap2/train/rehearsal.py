@@ -166,14 +166,15 @@ def rehearsed_batches(
             common = _COMMON[turn] if turn < len(_COMMON) < rounds else float(rng.uniform())
             maker.draw_anew(common)
             yield Rehearsed("first", whole, whole, common=common), maker.make(whole)
-            if turn == 0:
+            if turn == 0 and rounds > 1:  # later, the next batch would show a memory as well
                 yield Rehearsed("again", whole, whole, common=common), maker.make(whole)
             count = _left_out(size)
             some = rng.permutation(size)[:count].tolist() if spares != [0] else [size - 1]
             news = dict(zip(some, rng.permutation(spares).tolist(), strict=False))
             numbers = tuple(news.get(i, i) for i in whole)
             same = tuple(-1 if i in news else i for i in whole)
-            yield Rehearsed("replaced", same, numbers, common=common), maker.make(numbers)
+            if turn < rounds:  # records that are left out show as much, and cost less
+                yield Rehearsed("replaced", same, numbers, common=common), maker.make(numbers)
             left = tuple(i for i in whole if i not in some)
             if collate is not default_collate and maker.shapes(left) == maker.shapes(whole):
                 left = tuple(some)  # perhaps these are padded to the others
@@ -357,8 +358,9 @@ _REASONS: dict[Kind, str] = {
     "replaced": (
         "examples are mixed: with some records of a batch replaced, what another one contributes "
         "changed. The model, the loss or the collate function computes something "
-        "over the whole batch, also if no gradient flows through it: normalise, attend and average "
-        "within each example, and give engine.backward one loss for each record"
+        "over the whole batch, also if no gradient flows through it, or remembers something of the "
+        "batch before: normalise, attend and average within each example, and give engine.backward "
+        "one loss for each record"
     ),
     "without": (
         "with some records of a batch left out, what another one contributes changed. "

@@ -192,7 +192,7 @@ class Large(nn.Module):
 
 LARGE = {
     "from 12 records on": lambda x: x - x.mean(0) if len(x) >= 12 else x,
-    "experts with a fixed capacity": lambda x: x * ((x[:, 0] > 0).cumsum(0) <= 4)[:, None],
+    "their number, from 12 on": lambda x: x * (1 + (len(x) >= 12)),
 }
 
 
