@@ -191,8 +191,8 @@ class Large(nn.Module):
 
 
 LARGE = {
-    "from 12 records on": lambda x: x - x.mean(0) if len(x) >= 12 else x,
-    "their number, from 12 on": lambda x: x * (1 + (len(x) >= 12)),
+    "from 14 records on": lambda x: x - x.mean(0) if len(x) >= 14 else x,
+    "their number, from 14 on": lambda x: x * (1 + (len(x) >= 14)),
 }
 
 
