@@ -140,9 +140,9 @@ def test_impossible_target_exits_with_two():
 def test_version_and_unwritable_folder():
     assert invoke("--version").output.strip() == f"lap2 {lap2.__version__}"
     assert invoke("figure", "volume", "--folder", "/dev/null/x", "--scale", "small").exit_code == 2
-    bad = invoke("train", "--denoise", "magic")
+    bad = invoke("train", "--release", "magic")
     assert bad.exit_code == 2
-    assert "--denoise must be auto, none or a number" in " ".join(bad.output.split())
+    assert "release must be one of" in " ".join(bad.output.split())
 
 
 def test_plan_prints_noise_that_meets_the_target():
