@@ -62,7 +62,9 @@ class Recipe:
     epsilon: float = _about(1.0, "Target epsilon.")
     delta: float = _about(1e-5, "Target delta, strictly between 0 and 1.")
     steps: int = _about(590, "Number of private steps.")
-    shortened: int = _about(1, "So many times fewer steps, and noise less by its root: to try.")
+    shortened: int = _about(
+        1, "Steps are so many times fewer than the target's, noise is less by its root."
+    )
     batch_size: int = _about(1024, "Expected number of records in a step.")
     max_physical_batch_size: int = _about(0, "Records in memory at a time; zero is all of a step.")
     optimizer: str = _about("sgd", "sgd or adamw.")
@@ -77,8 +79,10 @@ class Recipe:
     mechanism: str = _about("laplace", "laplace, gaussian or laplace-l1.")
     accounting: str = _about("exact", "What sets the noise: exact, or published (no guarantee).")
     noise_multiplier: float = _about(0.0, "b / C; zero is what meets the target.")
-    release: str = _about("", "bits (signs of noisy coordinates) or values; bits for laplace.")
-    copies: int = _about(0, "Of each bit; zero is as many as help.")
+    release: str = _about(
+        "", "bits (signs of noisy coordinates) or values; by default bits for laplace."
+    )
+    copies: int = _about(0, "How many bits of each coordinate; zero is as many as help.")
     tau: float = _about(0.0, "Clamp values at so many noise scales; zero leaves them.")
     holdout: int = _about(0, "Training records left out; if any, they are what is evaluated.")
     evaluations: int = _about(40, "How often to evaluate and write a checkpoint.")
