@@ -335,8 +335,8 @@ class Checkpoint(Kind):
     def standing(self):
         step = self.engine._step
         return described([self.model.state_dict(), self.optimizer.state_dict(),
-                          self.scheduler.state_dict(), self.loader.state_dict(),
-                          self.engine.accountant.to_json(),
+                          self.scheduler.state_dict(),
+                          self.loader.state_dict(), self.engine.accountant.to_json(),
                           step.run.id, step.run.released, step.run.lost])  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def release(
         noise_multiplier=1.0,
         max_grad_norm=clips if genes["each_its_clip"] else clips[0],
         mechanism=genes["mechanism"],
-        denoise=genes["denoise"],
+        tau=1e6 if genes["turned"] and genes["mechanism"] != "gaussian" else None,
         loss_reduction="sum" if kind == "sum" else "mean",
         max_physical_batch_size=None if kind == "mean" else round(2 ** genes["piece"]),
         rehearse=False,

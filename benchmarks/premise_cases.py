@@ -40,7 +40,7 @@ CHOICES: dict[str, tuple] = {
     "others": (*PATTERNS, *["as the record"] * len(PATTERNS)),
     "sign": (1, -1, 0),  # of the others' gradients; 0 alternates
     "reduction": ("records", "records", "sum", "mean"),
-    "denoise": ("none", "auto"),
+    "turned": (False, True),
     "clip_is": ("near", "relative", "absolute"),
     "each_its_clip": (False, False, True),
     "kernel": (1, 1, 3),

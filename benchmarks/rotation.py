@@ -1,11 +1,11 @@
-"""What the basis of the noise is worth: how much of a denoised gradient is signal, by layer.
+"""What basis and copies are worth to released signs: how much of a gradient is signal, by layer.
 
-Trains the CNN privately, and looks at some of its true sums, as only a benchmark may. To each it
-adds fresh Gaussian noise, Laplace noise clamped coordinate by coordinate, and Laplace noise clamped
-in the rotated basis with its repeated coordinates, all of the same scale and so at the same
-privacy. Printed is the share of signal, ``<s, f>^2 / (|s|^2 |f|^2)`` over all steps looked at, of
-the last two over the first: 1 is as good as Gaussian noise. The clamp is the best of a grid, for
-each tensor or, in the rotated basis, for all together, as the library has it.
+Trains the CNN privately, and looks at some of its true sums, as only a benchmark may. Of each it
+makes fresh releases at the same scale and so at the same privacy: with Gaussian noise; by the signs
+of its coordinates as they are, each given as often as ``copies="auto"`` says; and the same in the
+rotated basis, as the library does it, once and that often. Printed is the share of signal,
+``<s, f>^2 / (|s|^2 |f|^2)`` over all steps looked at, of the last three over the first: 1 is as
+good as Gaussian noise.
 
     python benchmarks/rotation.py
     python benchmarks/rotation.py --noise 0.8 --rate 0.1
@@ -22,31 +22,36 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lap2.experiments.data import load_fashion_mnist
 from lap2.experiments.models import mnist_cnn
-from lap2.noise import SecureLaplace
+from lap2.noise import SecureSigns
+from lap2.signal import copies
 from lap2.train import PrivacyEngine
-from lap2.train.rotate import gather
+from lap2.train.rotate import gather, spread
 
-TAUS = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, float("inf"))
 DRAWS = 100
 
 
-class Watched(SecureLaplace):
+class Watched(SecureSigns):
     """Keeps some of the sums before their noise."""
 
-    def __init__(self, every):
-        super().__init__()
+    def __init__(self, every, number=1):
+        super().__init__(number)
         self.every, self.calls, self.kept = every, 0, []
 
+    def times(self, number):
+        """Goes on counting."""
+        self.copies = number
+        return self
+
     def add(self, array, scale):
-        """Keep it, and add noise."""
+        """Keep it, and draw bits."""
         if self.calls % self.every == self.every - 1:
-            self.kept.append(array[0].clone() / scale)
+            self.kept.append(array.clone() / scale)
         self.calls += 1
         return super().add(array, scale)
 
 
 def record(noise, rate, steps, every):
-    """The module, and true sums in noise scales, as they are released."""
+    """The module, and true sums in noise scales, in the rotated basis."""
     data = load_fashion_mnist()
     torch.manual_seed(0)
     module, sampler = mnist_cnn(), Watched(every)
@@ -58,6 +63,7 @@ def record(noise, rate, steps, every):
         data_loader=loader,
         noise_multiplier=noise,
         max_grad_norm=1.0,
+        rehearse=False,
     )
     batches = (batch for _ in iter(int, 1) for batch in loader)
     for _, (x, y) in zip(track(range(steps), "training"), batches, strict=False):
@@ -67,34 +73,29 @@ def record(noise, rate, steps, every):
     return module, sampler.kept
 
 
-def shares(module, sums):
-    """For each tensor, the share of signal under Gaussian noise and the two ways to clamp."""
-    laplace = torch.distributions.Laplace(0.0, 1.0)
+def shares(module, sums, number):
+    """For each tensor, the share of signal under Gaussian noise and the three kinds of signs."""
     params = list(module.parameters())
-    totals = torch.zeros(3, len(TAUS), len(params), 3, dtype=torch.float64)
+    totals = torch.zeros(4, len(params), 3, dtype=torch.float64)
+    once, several = SecureSigns(), SecureSigns(number)
     for flat in track(sums, "adding noise"):
         signal = [torch.empty_like(p, dtype=torch.float64) for p in params]
         gather(flat.clone(), signal)
         for _ in range(DRAWS):
-            noise = [laplace.sample(s.shape).double() for s in signal]
-            turned = flat + laplace.sample(flat.shape).double()
             normal = [s + torch.randn_like(s) for s in signal]
-            for k, tau in enumerate(TAUS):
-                plain = [(s + z).clamp(-tau, tau) for s, z in zip(signal, noise, strict=True)]
-                back = [torch.empty_like(s) for s in signal]
-                gather(turned.clamp(-tau, tau), back)
-                for kind, found in enumerate((normal, plain, back)):
-                    for i, (s, f) in enumerate(zip(signal, found, strict=True)):
-                        products = [(s * f).sum(), (f * f).sum(), (s * s).sum()]
-                        totals[kind, k, i] += torch.stack(products)
-    gaussian, plain, rotated = _share(totals)
-    best = int(_share(totals[2].sum(dim=1)).argmax())
-    return gaussian[0], plain.amax(dim=0), rotated[best]
-
-
-def _share(totals):
-    cross, power, signal = totals.unbind(-1)
-    return cross**2 / power / signal
+            plain = [s.clone() for s in signal]
+            several.add(plain, 1.0)
+            found = [normal, plain]
+            for signs in (once, several):
+                turned, back = spread(signal), [torch.empty_like(s) for s in signal]
+                signs.add(turned, 1.0)
+                gather(turned, back)
+                found.append(back)
+            for kind, estimates in enumerate(found):
+                for i, (s, f) in enumerate(zip(signal, estimates, strict=True)):
+                    totals[kind, i] += torch.stack([(s * f).sum(), (f * f).sum(), (s * s).sum()])
+    cross, power, true = totals.unbind(-1)
+    return cross**2 / power / true
 
 
 def main():
@@ -105,16 +106,18 @@ def main():
     parser.add_argument("--every", type=int, default=50)
     args = parser.parse_args()
     module, sums = record(args.noise, args.rate, args.steps, args.every)
-    gaussian, plain, rotated = shares(module, sums)
-    table = Table("tensor", "coordinates", "as it is", "rotated")
+    number = copies(len(sums[0]), batch_size=258, noise_multiplier=args.noise)
+    gaussian, *others = shares(module, sums, number)
+    table = Table(
+        "tensor", "coordinates", f"as it is, {number} copies", "rotated, one", f"rotated, {number}"
+    )
     for i, (name, p) in enumerate(module.named_parameters()):
         if p.numel() < 100:
             continue  # too few to tell
-        ratios = (f"{float(kind[i] / gaussian[i]):.2f}" for kind in (plain, rotated))
-        table.add_row(name, str(p.numel()), *ratios)
+        table.add_row(name, str(p.numel()), *(f"{float(k[i] / gaussian[i]):.2f}" for k in others))
     level = sum(float((s**2).mean()) for s in sums) / len(sums)
     console = Console()
-    console.print(f"signal of a released coordinate: {level**0.5:.3f} noise scales")
+    console.print(f"signal of a coordinate in the rotated basis: {level**0.5:.3f} noise scales")
     console.print("share of signal, relative to Gaussian noise:", table)
 
 

@@ -15,6 +15,11 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["ledger", *map(str, arguments)])
 
 
+def said(result):
+    """What was printed, without the frame around an error."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
 @pytest.fixture
 def copies(tmp_path):
     """Of a run of 10 steps that went on in two copies, one of them with a seeded generator."""
@@ -53,8 +58,8 @@ def test_a_ledger_is_shown_with_what_is_to_be_said_of_it(copies):
 def test_no_file_is_written_over_and_bad_ones_are_named(copies, tmp_path):
     result = invoke("merge", *copies, "--out", copies[0], "--delta", "1e-5")
     assert result.exit_code == 2
-    assert "must be a new file" in " ".join(result.output.split())
+    assert "must be a new file" in said(result)
     (tmp_path / "bad.json").write_text("{}")
     result = invoke("show", tmp_path / "bad.json", "--delta", "1e-5")
     assert result.exit_code == 2
-    assert "bad.json" in result.output
+    assert "bad.json" in said(result).replace(" ", "")  # a line may end within a long path

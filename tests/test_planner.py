@@ -31,9 +31,9 @@ def test_effective_variance_by_simulation(signal, tau):
 @pytest.mark.parametrize("signal", [0.0, 0.1, 0.5, 2.0])
 def test_effective_variance_of_signs_by_simulation(signal):
     z = np.random.default_rng(3).laplace(size=2_000_000)
-    mean, step = np.mean(signal + z > 0), 0.05
+    mean, step = np.mean(signal + z > 0), 0.02
     slope = np.mean(abs(signal + z) < step) / step  # of twice the probability
-    assert effective_variance(signal) == pytest.approx(4 * mean * (1 - mean) / slope**2, rel=0.03)
+    assert effective_variance(signal) == pytest.approx(4 * mean * (1 - mean) / slope**2, rel=0.05)
     assert effective_variance(signal) >= 1  # the Fisher information
 
 
@@ -64,7 +64,7 @@ def test_copies_make_up_for_strong_signals():
 
 def test_auto_copies_keep_signals_small_within_bounds():
     """A sum of B clips is a quarter of the noise or less, in root mean square, if time allows."""
-    for n, batch, noise in [(10_000, 100, 2.0), (100, 64, 1.0), (10**6, 32, 1.0), (7, 256, 0.5)]:
+    for n, batch, noise in [(10_000, 100, 2.0), (100, 64, 1.0), (10**6, 32, 1.0), (7, 128, 1.0)]:
         k = copies(n, batch_size=batch, noise_multiplier=noise)
         assert batch / noise / math.sqrt(n * k) <= 0.25
         assert k == 1 or batch / noise / math.sqrt(n * k / 2) > 0.25

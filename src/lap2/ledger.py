@@ -123,15 +123,14 @@ def joined(one: Sequence[Entry], other: Sequence[Entry]) -> list[Entry]:
         places = [place for place, entry in enumerate(found) if entry.origin == origin]
         old = [found[place] for place in places]
         longer = next((b for a, b in ((old, new), (new, old)) if _begins(a, b)), None)
-        if longer is None or not origin:
+        if longer is None or not origin or not old:
             found += new
             continue
         caveats = [caveat for entry in (*old, *new) for caveat in entry.caveats]
         both = [replace(e, caveats=_once((*e.caveats, *caveats))) for e in longer]
-        for place, entry in zip(places, both, strict=False):
-            found[place] = entry
-        found += both[len(places) :]
-    return found
+        found = [entry for entry in found if entry.origin != origin]
+        found[places[0] : places[0]] = both
+    return _neighbours_as_one(found)
 
 
 def _begins(shorter: list[Entry], longer: list[Entry]) -> bool:
@@ -145,11 +144,17 @@ def _begins(shorter: list[Entry], longer: list[Entry]) -> bool:
 
 
 def _without_caveats(entries: list[Entry]) -> list[Entry]:
-    """The releases alone; neighbours that are alike as one."""
+    """The releases alone."""
+    return _neighbours_as_one(replace(e, caveats=()) for e in entries if e.steps)
+
+
+def _neighbours_as_one(entries: Iterable[Entry]) -> list[Entry]:
+    """Neighbours that are alike as one entry, as long as it can hold their steps."""
     found: list[Entry] = []
-    for entry in (replace(e, caveats=()) for e in entries if e.steps):
-        if found and found[-1].continues(entry):
-            found[-1] = replace(entry, steps=found[-1].steps + entry.steps)
+    for entry in entries:
+        steps = found[-1].steps + entry.steps if found else 0
+        if found and found[-1].continues(entry) and steps <= _MOST_STEPS:
+            found[-1] = replace(entry, steps=steps)
         else:
             found.append(entry)
     return found

@@ -136,6 +136,50 @@ def test_a_release_that_is_not_finite_does_not_hide():
     ).violated
 
 
+def test_what_is_undefined_or_infinite_in_other_places_does_not_hide():
+    """As numbers they are all far out; which of them, and where, tells the record."""
+    rng = np.random.default_rng(6)
+
+    def audited(without, added):
+        def draw(batch, count):
+            rows = rng.laplace(size=(count, 3))
+            hit = rng.random(count) < 0.4
+            rows[np.ix_(hit, [1, 2])] = added if batch else without
+            return rows
+
+        pair = Pair("record", 0, 1)
+        return audit_releases(draw, [pair], claimed_epsilon=1.0, delta=0.0, trials=4000)
+
+    assert audited((np.inf, np.inf), (np.nan, np.inf)).violated
+    assert audited((np.nan, np.inf), (np.inf, np.nan)).violated
+    assert audited((-np.inf, 0.0), (0.0, -np.inf)).violated
+    assert not audited((np.nan, np.inf), (np.nan, np.inf)).violated
+
+
+def test_releases_that_were_not_asked_for_are_refused():
+    """A draw that gives more could put what tells of the record where nobody looks."""
+    given = []
+
+    def honest(batch, count):
+        given.append(count)
+        return np.full((count, 2), float(batch))
+
+    def audited(draw):
+        terms = {"claimed_epsilon": 1.0, "delta": 0.0, "trials": 4000}
+        return audit_releases(draw, [Pair("record", 0, 1)], **terms)
+
+    for change in (
+        lambda rows: np.concatenate([rows, rows]),
+        lambda rows: rows[:-1],
+        lambda rows: rows[:, :0],
+        lambda rows: rows[:, : 1 + (len(given) > 3)],
+    ):
+        given.clear()
+        with pytest.raises(ValueError, match=r"draw must give the .* that it is asked for"):
+            audited(lambda batch, count, change=change: change(honest(batch, count)))
+    assert audited(honest).violated
+
+
 def test_the_published_bound_is_refuted_and_the_exact_one_is_not():
     published, exact = (
         audit_claim(bound, trials=250_000, rng=np.random.default_rng(6))
@@ -176,7 +220,7 @@ def test_bad_arguments_are_named():
         audit_releases(laplace(1.0), [], claimed_epsilon=1.0, delta=0.0)
     with pytest.raises(ValueError, match="trials"):
         audit_releases(laplace(1.0), [ONE], claimed_epsilon=1.0, delta=0.0, trials=10)
-    with pytest.raises(ValueError, match="one release a row"):
+    with pytest.raises(ValueError, match="one in each row"):
         audit_releases(
             lambda _, count: np.zeros(count), [ONE], claimed_epsilon=1.0, delta=0.0, trials=1000
         )

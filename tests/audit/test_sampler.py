@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from lap2.audit import audit_sampler
 from lap2.audit.controls import FAULTS, Fault, NumpyLaplace, TorchLaplace
+from lap2.audit.sampler import _checks, _evenness
 from lap2.audit.support import last_bit, possible_numpy, possible_torch
 from lap2.noise import ReproducibleLaplace, SecureLaplace
 
@@ -64,6 +66,55 @@ def test_reused_noise_is_found_even_far_apart():
 
     result = audit_sampler(Periodic(None), **SMALL)
     assert any(line.startswith("reuse") for line in result.evidence)
+
+
+def p_values(steps, size, repeats, seed=0):
+    """Of every check, for correct noise: (repeats, checks)."""
+    rng = np.random.default_rng(seed)
+    checks = [_checks(rng.laplace(size=(steps, size)), 0) for _ in range(repeats)]
+    return np.array([[check.p_value for check in row] for row in checks])
+
+
+@pytest.mark.parametrize(("steps", "size", "repeats"), [(4, 4, 1500), (5, 7, 500), (30, 40, 500)])
+def test_p_values_are_exact_or_conservative_at_small_sizes(steps, size, repeats):
+    found = p_values(steps, size, repeats)
+    for level in (0.3, 0.05, 0.01, 0.001):
+        allowed = stats.binom.isf(1e-6, len(found), level)
+        assert ((found <= level).sum(axis=0) <= allowed).all()
+
+
+def test_evenness_is_exact_and_sees_what_no_distance_shows():
+    rng = np.random.default_rng(1)
+    for count in (8, 16, 999):
+        found = [_evenness(np.sort(rng.random(count)))[1] for _ in range(600)]
+        assert stats.kstest(found, "uniform").pvalue > 1e-4
+    uniform = np.sort(rng.random(200_000))
+    assert _evenness(uniform)[0] == 1024
+    rippled = np.sort(uniform + 2e-4 * np.sin(2 * np.pi * 200 * uniform))
+    assert stats.kstest(rippled, "uniform").pvalue > 1e-3
+    assert _evenness(rippled)[1] < 1e-6
+    assert _evenness((np.arange(2000) + 0.5) / 2000)[1] < 1e-6  # too even
+    assert _evenness(np.repeat(np.arange(0.0, 1.0, 0.1), 100))[1] == 0
+
+
+def test_noise_of_one_sign_is_the_signs_business():
+    found = {
+        c.name: c.p_value for c in _checks(np.random.default_rng(2).exponential(size=(4, 4)), 0)
+    }
+    assert found["symmetry"] == 1
+    assert found["sign"] == pytest.approx(2 * 2.0**-16)
+
+
+def test_noise_that_breaks_on_a_secret_only_is_found():
+    class Breaking(Changed):
+        def add(self, array, scale):
+            has_secret = array.any()
+            super().add(array, scale)
+            if has_secret:
+                array[0, 0] = np.nan
+
+    result = audit_sampler(Breaking(lambda x, _: x), **SMALL)
+    assert any(line.startswith("finite") for line in result.evidence)
 
 
 def test_naive_noise_gives_the_secret_away():

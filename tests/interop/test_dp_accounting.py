@@ -75,7 +75,18 @@ def test_the_event_takes_the_types_of_the_description():
 
 @pytest.mark.parametrize(
     "arguments",
-    [(-1.0,), (math.nan,), (math.inf,), ("1",), (True,), (1.0, 0), (1.0, 2.5), (1.0, math.nan)],
+    [
+        (-1.0,),
+        (math.nan,),
+        (math.inf,),
+        ("1",),
+        (True,),
+        (1.0, 0),
+        (1.0, 2.5),
+        (1.0, math.nan),
+        (1.0, 2**63),
+        (1.0, 10**400),
+    ],
 )
 def test_the_event_follows_the_rules_of_the_description(arguments):
     with pytest.raises((TypeError, ValueError)) as ours:
@@ -278,7 +289,6 @@ REFUSED = [
         None,
         "at most 1024 releases from one sample, got 1025",
     ),
-    (L2LaplaceDpEvent(1.0, 10**400), None, "too large"),
     (GaussianDpEvent(10**400), None, "noise_multiplier must be a finite .* too large for a float"),
     (SelfComposedDpEvent(GaussianDpEvent(1.0), 10**400), None, r"count must be at most 2\^53"),
     (SelfComposedDpEvent(GaussianDpEvent(1.0), 10**5000), None, r"count must be at most 2\^53"),

@@ -5,6 +5,7 @@ forks a child for every life of the training. A child writes down what it has co
 begins, and every release after its noise; the parent kills it at a random point.
 """
 
+import importlib
 import logging
 import os
 import pathlib
@@ -24,15 +25,7 @@ from lap2.noise import SecureLaplace
 from lap2.train import PrivacyEngine
 
 SAVE_EVERY = 3
-FRAMEWORK, FOLDER, KILLS = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
-RELEASED, COUNTED, SAVED = FOLDER / "released", FOLDER / "counted", FOLDER / "saved"
-
-if FRAMEWORK == "transformers":
-    import transformers
-elif FRAMEWORK == "lightning":
-    import lightning
-else:
-    import accelerate
+RELEASED, COUNTED, SAVED = pathlib.Path("released"), pathlib.Path("counted"), pathlib.Path("saved")
 
 
 class Written(SecureLaplace):
@@ -92,6 +85,8 @@ def count(engine):
 
 
 def with_transformers():
+    import transformers
+
     model = Classifier()
     engine, optimizer, loader = made(model)
 
@@ -118,6 +113,8 @@ def with_transformers():
 
 
 def with_lightning():
+    import lightning
+
     model = Classifier()
     engine, optimizer, loader = made(model)
 
@@ -155,6 +152,8 @@ def with_lightning():
 
 
 def with_accelerate():
+    import accelerate
+
     model = Classifier()
     engine, optimizer, loader = made(model)
     wrapper = accelerate.Accelerator(cpu=True)
@@ -176,7 +175,8 @@ def with_accelerate():
                 (SAVED / "partial").replace(SAVED / f"run-{step}")
 
 
-def main():
+def main(framework, folder, kills):
+    os.chdir(folder)
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
@@ -184,11 +184,12 @@ def main():
         "transformers": with_transformers,
         "lightning": with_lightning,
         "accelerate": with_accelerate,
-    }[FRAMEWORK]
+    }[framework]
+    importlib.import_module(framework)
     RELEASED.touch()
     COUNTED.touch()
     rng, lower = random.Random(3), 0
-    for life in range(KILLS + 1):
+    for life in range(kills + 1):
         child = os.fork()
         if child == 0:
             work()
@@ -197,7 +198,7 @@ def main():
                 raise SystemExit("the training ended by itself")
             time.sleep(0.001)
         wanted = lower + rng.randrange(4, 16)
-        while life < KILLS and len(RELEASED.read_text()) < wanted:
+        while life < kills and len(RELEASED.read_text()) < wanted:
             if os.waitpid(child, os.WNOHANG) != (0, 0):
                 raise SystemExit("the training ended by itself")
             time.sleep(0.001)
@@ -207,4 +208,5 @@ def main():
         lower = len(RELEASED.read_text())
 
 
-main()
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

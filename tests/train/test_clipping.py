@@ -340,7 +340,7 @@ def test_accounting_is_for_what_was_done():
             optimizer.step()
     (entry,) = engine.accountant.ledger
     assert (entry.sampling_prob, entry.steps) == (0.25, 20)
-    assert entry.mechanism.dimension == 10
+    assert entry.mechanism.dimension == 640  # 64 copies of each
     scale = engine._step.scale
     statement = engine.statement(1e-5)
     assert statement.is_guarantee
@@ -446,7 +446,7 @@ def one_pass(model, optimizer, loader, *, factor=1.0):
 
 def released(engine):
     """The sum that was released last."""
-    return torch.cat([part.flatten() for part in engine._step.sampler.added[-1]])
+    return torch.cat([part.flatten() for part in engine._step._plan.readout.noise.added[-1]])
 
 
 @pytest.mark.parametrize("pieces", [None, 4])

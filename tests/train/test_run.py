@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lap2
 from lap2 import Accountant, Entry, Laplace
 from lap2.ledger import dumps
-from lap2.noise import ReproducibleLaplace
+from lap2.noise import ReproducibleSigns
 from lap2.train import CheckpointError, PrivacyEngine
 from lap2.train.checkpoint import read, write
 from lap2.train.run import RunState, default_folder
@@ -342,7 +342,7 @@ def test_a_forged_checkpoint_is_refused_and_changes_nothing(tmp_path, name):
 
 
 def test_a_seeded_run_says_so_wherever_its_ledger_goes(tmp_path):
-    made = make(sampler=ReproducibleLaplace(3))
+    made = make(sampler=ReproducibleSigns(3))
     train(made, 1)
     made[0].save(tmp_path / "run.pt")
     made[0].close()

@@ -170,7 +170,7 @@ def test_the_journal_is_written_before_the_noise(tmp_path):
         def add(self, _array, _scale):
             raise InterruptedError
 
-    engine._step.sampler = Crashing()
+    engine._step._plan.readout.noise.times = lambda _: Crashing()
     with pytest.raises(InterruptedError):
         train(model, optimizer, loader)
     engine.close()

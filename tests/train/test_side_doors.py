@@ -359,7 +359,18 @@ def without_backward(run):
         batches.close()
 
 
-def with_closure(run):
+def broken_closure(run):
+    x, y = next(iter(run.loader))
+    raw(run)
+
+    def closure():
+        run.backward(x, y)
+        raise RuntimeError("the user's own")
+
+    run.optimizer.step(closure)
+
+
+def empty_closure(run):
     next(iter(run.loader))
     raw(run)
     run.optimizer.step(lambda: None)
@@ -401,7 +412,7 @@ def broken_noise(run):
     def fail(sums, scale):
         raise RuntimeError("no entropy")
 
-    run.engine._step.sampler.add = fail
+    run.engine._step._plan.readout.noise.times = fail
     run.train()
 
 
@@ -412,7 +423,8 @@ def mixing(run):
 
 REFUSALS = {
     without_backward: BookkeepingError,
-    with_closure: ValueError,
+    broken_closure: RuntimeError,
+    empty_closure: BookkeepingError,
     no_batch: BookkeepingError,
     fetched_twice: BookkeepingError,
     other_batch: BookkeepingError,

@@ -197,17 +197,22 @@ class _Source:
 
     def __init__(self, draw: Draw, progress: Progress) -> None:
         self._draw, self._progress, self._rows = draw, progress, 1024
+        self._width: tuple[int, ...] = ()
 
     def pieces(self, batch: Any, count: int) -> Iterator[Floats]:
         while count > 0:
-            releases = self._draw(batch, min(count, self._rows))
-            if releases.ndim != 2 or not releases.shape[0]:
-                raise ValueError(f"draw must give one release a row, got shape {releases.shape!r}")
-            count -= releases.shape[0]
-            self._rows = max(1, _CHUNK // max(1, releases.shape[1]))
-            self._progress(releases.shape[0])
-            # An infinite or undefined release is an outcome like any other, but cannot be scored.
-            yield np.nan_to_num(releases, nan=1e30, posinf=1e30, neginf=-1e30)
+            asked = min(count, self._rows)
+            releases = np.asarray(self._draw(batch, asked), dtype=np.float64)
+            width = self._width or releases.shape[-1:]
+            if releases.ndim != 2 or releases.shape != (asked, *width) or not releases.size:
+                raise ValueError(
+                    f"draw must give the {asked} releases that it is asked for, one in each row, "
+                    f"all of one length; got shape {releases.shape!r}"
+                )
+            count, self._width = count - asked, width
+            self._rows = max(1, _CHUNK // releases.shape[1])
+            self._progress(asked)
+            yield releases
 
     def scores(self, batch: Any, count: int, scores: Sequence[Score]) -> list[Floats]:
         parts = [[_rounded(score(p)) for score in scores] for p in self.pieces(batch, count)]
@@ -277,11 +282,13 @@ def _rounded(scores: Floats) -> Floats:
 def _fit(
     without: Floats, added: Floats, shift: Floats | None, scale: float | None
 ) -> dict[str, Score]:
-    """Three scores: the claimed mechanism's likelihood ratio, and two of fitted mechanisms.
+    """Four scores: the claimed mechanism's likelihood ratio, and three of fitted mechanisms.
 
-    The fitted ones see what the claimed one cannot: a coordinate without noise, or noise whose
-    size depends on the batch.
+    The fitted ones see what the claimed one cannot: a coordinate without noise, noise whose size
+    depends on the batch, or which coordinates are infinite or undefined.
     """
+    unusual = _unusual(without, added)
+    without, added = _numbers(without), _numbers(added)
     centre = np.median(without, axis=0)
     moved = added.mean(axis=0) - without.mean(axis=0) if shift is None else np.asarray(shift)
     spread = _spread(without, centre)
@@ -291,16 +298,47 @@ def _fit(
     precision = moved / _spread(without, centre, square=True)
 
     def laplace(y: Floats) -> Floats:
+        y = _numbers(y)
         return ((np.abs(y - centre) - np.abs(y - centre - moved)) / b).sum(axis=1)
 
     def fitted(y: Floats) -> Floats:
+        y = _numbers(y)
         score = np.abs(y - centre) / spread - np.abs(y - centre_added) / spread_added
         return score.sum(axis=1)
 
     def linear(y: Floats) -> Floats:
-        return (y - centre) @ precision
+        return (_numbers(y) - centre) @ precision
 
-    return {"laplace": laplace, "fitted laplace": fitted, "linear": linear}
+    return {"laplace": laplace, "fitted laplace": fitted, "linear": linear, "unusual": unusual}
+
+
+def _numbers(releases: Floats) -> Floats:
+    """Releases that can be scored as numbers: what is infinite or undefined is far out."""
+    if np.isfinite(releases).all():
+        return releases
+    return np.nan_to_num(releases, nan=1e30, posinf=1e30, neginf=-1e30)
+
+
+def _unusual(without: Floats, added: Floats) -> Score:
+    """How much likelier the record makes it that these coordinates are infinite or undefined.
+
+    As numbers they could not be told from each other: undefined with the record, say, and infinite
+    without it.
+    """
+    kinds = (np.isfinite, np.isnan, np.isposinf, np.isneginf)
+    # Half a release more of each kind, so that what was never seen proves nothing.
+    weights = [
+        np.log((kind(added).sum(axis=0) + 0.5) / (kind(without).sum(axis=0) + 0.5))
+        for kind in kinds
+    ]
+
+    def score(y: Floats) -> Floats:
+        if np.isfinite(y).all():
+            return np.full(len(y), weights[0].sum())
+        parts = (kind(y) @ weight for kind, weight in zip(kinds, weights, strict=True))
+        return np.add.reduce(list(parts))
+
+    return score
 
 
 def _spread(releases: Floats, centre: Floats, *, square: bool = False) -> Floats:

@@ -133,7 +133,8 @@ def audit_membership(
     order = np.argsort(scores, kind="stable")
     top, bottom = order[count - fixed // 2 :], order[: fixed // 2]
     correct = int(member[top].sum() + (~member[bottom]).sum())
-    bound = one_run_bound(canaries=count, guesses=fixed, correct=correct, delta=delta, error=error)
+    mixed = error * (1 - 2.0 ** (1 - count))  # fair coins that all fell alike were refused
+    bound = one_run_bound(canaries=count, guesses=fixed, correct=correct, delta=delta, error=mixed)
     summary = report(scores, member, attack=attack)
     facts = {f"tpr_at_fpr_{fpr:g}": tpr for fpr, tpr in summary.tpr_at_fpr.items()}
     right = float(at_least(correct, fixed, error=error))

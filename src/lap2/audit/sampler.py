@@ -1,8 +1,8 @@
 """The sampler audit: draws from the noise that is actually used.
 
 Scale, shape, sign, independence between coordinates and between steps, reuse, tails, and the set of
-possible outputs. Every p-value is exact or conservative at the sizes used here; together they share
-one error probability.
+possible outputs. Every p-value is exact or conservative at every size; together they share one
+error probability.
 """
 
 # pyright: basic
@@ -27,6 +27,10 @@ Floats = NDArray[np.float64]
 
 _ROW = 64
 """Coordinates of one release in the attack on the support."""
+_PARTS, _LEAST_PART = 1024, 4
+"""Parts of equal probability whose shares are looked at, and how many numbers each has at least."""
+_FINEST = 2.0**-20
+"""Of the scale: what is finer is not looked at."""
 
 
 def audit_sampler(
@@ -82,6 +86,7 @@ def audit_sampler(
         row[:] = step
         report(size)
     attack = _SupportAttack(sampler, b, norm / math.sqrt(_ROW), kind, report)
+    bounds = attack.bounds(releases // 2, delta, error / 4)
     return judged(
         level="sampler",
         what=(
@@ -91,18 +96,24 @@ def audit_sampler(
         delta=delta,
         confidence=confidence,
         claimed_epsilon=math.sqrt(_ROW) * norm / b,
-        bounds=attack.bounds(releases // 2, delta, error / 4),
-        checks=_checks(noise / b),
+        bounds=bounds,
+        checks=_checks(noise / b, attack.broken),
         check_error=0.75 * error,
         facts={"mean_abs_over_scale": float(np.abs(noise).mean() / b)},
     )
 
 
-def _checks(x: Floats) -> tuple[Check, ...]:
-    """All tests of noise in units of its claimed scale, (steps, coordinates)."""
-    broken = int(np.count_nonzero(~np.isfinite(x)))
+def _checks(x: Floats, broken: int) -> tuple[Check, ...]:
+    """All tests of noise in units of its claimed scale, (steps, coordinates).
+
+    Args:
+        x: the noise.
+        broken: how many numbers of other releases were infinite or undefined.
+    """
+    in_noise = int(np.count_nonzero(~np.isfinite(x)))
+    broken += in_noise
     finite = Check("finite", 0.0 if broken else 1.0, f"{broken} infinite or undefined", "none")
-    if broken:
+    if in_noise:
         return (finite,)
     size = np.abs(x)
     return (finite, *_marginal(x, size), *_dependence(x, size), _reuse(x))
@@ -114,12 +125,15 @@ def _marginal(x: Floats, size: Floats) -> list[Check]:
     total, positive = float(size.sum()), int((x > 0).sum())
     in_positive = float(size[x > 0].sum())
     # Means of the two halves of the law have a ratio with an F distribution, given their numbers.
-    halves = (in_positive / max(1, positive)) / max(
-        (total - in_positive) / max(1, count - positive), 1e-300
-    )
-    bins = np.bincount(np.minimum((-np.expm1(-size) * 1000).astype(int), 999).ravel())
+    halves, freedom = 1.0, (2 * positive, 2 * (count - positive))
+    if all(freedom):
+        below = max((total - in_positive) / (count - positive), 1e-300)
+        halves = in_positive / positive / below
     largest = float(size.max())
-    shape = stats.kstest(size.ravel(), "expon", method="asymp")
+    uniform = np.sort(-np.expm1(-size), axis=None)
+    place = np.arange(count)
+    distance = float(max((uniform - place / count).max(), ((place + 1) / count - uniform).max()))
+    parts, p_of_parts = _evenness(uniform)
     log_below = count * math.log1p(-math.exp(-largest)) if largest > 0 else -math.inf
     return [
         Check(
@@ -128,12 +142,17 @@ def _marginal(x: Floats, size: Floats) -> list[Check]:
             f"E|x| = {total / count:.5f} b",
             f"1 b within {1 / math.sqrt(count):.1e}",
         ),
-        Check("shape", float(shape.pvalue), f"distance {shape.statistic:.1e}", "Laplace"),
+        Check(  # Dvoretzky, Kiefer and Wolfowitz, with the constant of Massart (1990)
+            "shape",
+            min(1.0, 2 * math.exp(-2 * count * distance**2)),
+            f"distance {distance:.1e}",
+            "Laplace",
+        ),
         Check(
-            "shape in 1000 bins",
-            float(stats.chisquare(np.pad(bins, (0, 1000 - bins.size))).pvalue),
-            "a chi-square of bins of equal probability",
-            "999 on average",
+            "shape in parts",
+            p_of_parts,
+            f"{parts} parts, unevenly filled",
+            "as even as chance has it",
         ),
         Check(
             "sign",
@@ -143,12 +162,10 @@ def _marginal(x: Floats, size: Floats) -> list[Check]:
         ),
         Check(
             "symmetry",
-            _two_sided(
-                *(
-                    law(halves, 2 * max(1, positive), 2 * max(1, count - positive))
-                    for law in (stats.f.cdf, stats.f.sf)
-                )
-            ),
+            # Nothing is known of noise of one sign; that there is but one is the sign's business.
+            _two_sided(*(law(halves, *freedom) for law in (stats.f.cdf, stats.f.sf)))
+            if all(freedom)
+            else 1.0,
             f"positive noise {halves:.5f} times as large",
             "once",
         ),
@@ -161,6 +178,34 @@ def _marginal(x: Floats, size: Floats) -> list[Check]:
     ]
 
 
+def _evenness(uniform: Floats) -> tuple[int, float]:
+    """Whether sorted numbers are as even in every part of [0, 1] as uniform ones.
+
+    Between two of them, where the one half way in rank lies is a Beta variate, whatever the two
+    are: so the median, the quartiles given the median, and so on, are independent p-values, put
+    together as Fisher does. That is exact for any number of them.
+
+    Returns:
+        Into how many parts [0, 1] was cut, and the p-value.
+    """
+    ranks, values = np.array([0, uniform.size + 1]), np.concatenate([[0.0], uniform, [1.0]])
+    extremes: list[Floats] = []
+    while ranks.size - 1 < _PARTS and np.diff(ranks).min() >= 2 * _LEAST_PART:
+        middle = (ranks[:-1] + ranks[1:]) // 2
+        low, at, high = values[ranks[:-1]], values[middle], values[ranks[1:]]
+        below, above = middle - ranks[:-1], ranks[1:] - middle
+        with np.errstate(invalid="ignore"):
+            share = (at - low) / (high - low)
+        tails = (stats.beta.cdf(share, below, above), stats.beta.sf(share, below, above))
+        # Where numbers repeat there is no share: noise on too coarse a grid, or no noise.
+        extremes.append(np.nan_to_num(2 * np.minimum(*tails), nan=0.0))
+        ranks = np.sort(np.concatenate([ranks, middle]))
+    with np.errstate(divide="ignore"):
+        far = -2 * float(np.log(np.concatenate(extremes)).sum())
+    freedom = 2 * (ranks.size - 2)
+    return ranks.size - 1, _two_sided(special.chdtr(freedom, far), special.chdtrc(freedom, far))
+
+
 def _dependence(x: Floats, size: Floats) -> list[Check]:
     """Pairs that must be independent: neighbouring and distant coordinates, successive steps."""
     half = x.shape[1] // 2
@@ -169,19 +214,21 @@ def _dependence(x: Floats, size: Floats) -> list[Check]:
         "distant coordinates": (np.s_[:, :half], np.s_[:, half : 2 * half]),
         "successive steps": (np.s_[: x.shape[0] // 2 * 2 : 2], np.s_[1 : x.shape[0] // 2 * 2 : 2]),
     }
-    uniform_size = 0.5 - np.exp(-size)
-    uniform = np.sign(x) * (1 - np.exp(-size)) / 2
+    # Normal scores, so that a correlation has Student's law; zero has none.
+    tail = np.exp(-np.maximum(size, _FINEST))
+    scores = {"size": -special.ndtri(tail), "value": -np.sign(x) * special.ndtri(tail / 2)}
     checks: list[Check] = []
     for name, (first, second) in cuts.items():
-        for what, u in (("size", uniform_size), ("value", uniform)):
-            # Bounded variates and very many pairs: as good as normal.
-            correlation = float(np.corrcoef(u[first].ravel(), u[second].ravel())[0, 1])
-            z = correlation * math.sqrt(u[first].size)
+        for what, score in scores.items():
+            r = float(np.corrcoef(score[first].ravel(), score[second].ravel())[0, 1])
+            freedom = score[first].size - 2
+            with np.errstate(divide="ignore"):
+                t = np.sqrt(freedom) * np.abs(r) / np.sqrt(np.maximum(1 - r * r, 0.0))
             checks.append(
                 Check(
                     f"{what} of {name}",
-                    2 * float(special.ndtr(-abs(z))),
-                    f"rank correlation {correlation:+.1e}",
+                    2 * float(special.stdtr(freedom, -t)),
+                    f"correlation of normal scores {r:+.1e}",
                     "0",
                 )
             )
@@ -214,6 +261,8 @@ class _SupportAttack:
         report: Callable[[int], None],
     ) -> None:
         self._sampler, self._b, self._kind, self._report = sampler, b, kind, report
+        self.broken = 0
+        """How many numbers were infinite or undefined."""
         # Rounded to float32, so that the attacks know the secret as the sampler was given it.
         self._secret = float(np.float32(secret))
 
@@ -239,5 +288,6 @@ class _SupportAttack:
         rows = np.full((count, _ROW), secret, dtype=self._kind)
         self._sampler.add(rows, self._b)
         self._report(rows.size)
+        self.broken += int(np.count_nonzero(~np.isfinite(rows)))
         outputs = np.nan_to_num(rows.astype(np.float64), posinf=1e30, neginf=-1e30)
         return attack(outputs, self._secret, self._b)

@@ -196,8 +196,8 @@ def _regimes(figure: Figure, sheet: Sheet) -> None:
     levels = [*np.geomspace(0.2, 1, 15), *np.geomspace(1, top, 6)[1:-1], top * (1 + 1e-6)]
     lines: Any = (
         (1.0, "-", "inside: smaller outright"),
-        (0.9 * top, "--", "inside: 10% smaller after denoising"),
-        (0.99 * top, ":", "inside: 1% smaller after denoising"),
+        (0.9 * top, "--", "inside: signs are worth 10% less noise"),
+        (0.99 * top, ":", "inside: signs are worth 1% less noise"),
     )
     filled: Any = None
     panels = dict.fromkeys(curve.panel for curve in sheet.curves)

@@ -28,10 +28,10 @@ def leave_ordinary(module: nn.Module, wrapper: Any) -> Any:
     """
     handles = getattr(wrapper, "autograd_grad_sample_hooks", [])
     for layer in module.modules():
-        before = dict.fromkeys((*_OF_LAYERS, *_OF_MODELS), ABSENT)
+        before: dict[str, Any] = dict.fromkeys((*_OF_LAYERS, *_OF_MODELS), ABSENT)
         layer.__dict__["__reduce_ex__"] = Leaving(layer, handles, before)
     for param in module.parameters():
-        param.__dict__["__reduce_ex__"] = partial(_parameter, param)
+        vars(param)["__reduce_ex__"] = partial(_parameter, param)
     wrapper.__dict__["__reduce_ex__"] = partial(_inner, module)
     return wrapper
 

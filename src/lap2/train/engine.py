@@ -315,7 +315,7 @@ class PrivacyEngine:
         world.same("names and shapes of parameters", shapes)
         world.same("noise scale and clips", (scale, plan.clips))
         world.same("mechanism", plan.mechanism)
-        world.same("release", (plan.readout.describe(), plan.copies))
+        world.same("release", plan.readout.describe(plan.copies))
         world.same("kind of noise", (type(noise).__name__, noise.is_secure))
         world.copy_from_first([*plan.module.parameters(), *plan.module.buffers()])
         rounding = rho(records=size, processes=world.size)

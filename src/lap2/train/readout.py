@@ -142,9 +142,9 @@ class Readout:
             for total in sums:
                 total.clamp_(-self.tau * scale, self.tau * scale).mul_(-1 / math.expm1(-self.tau))
 
-    def describe(self) -> str:
+    def describe(self, copies: Sequence[int]) -> str:
         """What is released, in words."""
         if self.release == "bits":
-            return "signs of noisy coordinates"
+            return f"signs of noisy coordinates, {' and '.join(map(str, copies))} of each"
         clamped = f", clamped at {self.tau:g} noise scales" if self.tau < math.inf else ""
         return f"noisy values{clamped}"

@@ -114,7 +114,7 @@ class Saver:
     def _all_or_nothing(self, path: Path, scheduler: Any) -> Iterator[None]:
         """Put everything back as it was if not all of it can be loaded."""
         step, plan = self._step, self._plan
-        held = [
+        held: list[tuple[Any, Any]] = [
             (part.load_state_dict, copy.deepcopy(part.state_dict()))
             for part in (plan.module, scheduler, step.loader)
             if part is not None
@@ -152,11 +152,11 @@ class Saver:
         return {
             "model": repr(shapes),
             "optimizer": f"{self._optimizer} over {groups} parameters",
-            "release": f"{plan.readout.describe()}, {plan.copies} copies",
             "noise": entry.noise,
             "sampling": entry.sampling,
-            "mechanism": repr(entry.mechanism),
             "sampling probability": repr(entry.sampling_prob),
+            "release": plan.readout.describe(plan.copies),
+            "mechanism": repr(entry.mechanism),
             "clips": repr(plan.clips),
             "divisor": repr(step.divisor),
         }
@@ -198,11 +198,13 @@ def _is_like(value: Any, other: Any) -> bool:
 
 def _plain_state(optimizer: Any) -> dict[str, Any]:
     """An optimizer's state as its own class has it."""
-    return super(type(optimizer), optimizer).state_dict()
+    ordinary: Any = super(type(optimizer), optimizer)
+    return ordinary.state_dict()
 
 
 def _load_plainly(optimizer: Any, state: dict[str, Any]) -> None:
-    super(type(optimizer), optimizer).load_state_dict(state)
+    ordinary: Any = super(type(optimizer), optimizer)
+    ordinary.load_state_dict(state)
 
 
 def _read(path: Path, *, fall_back: bool) -> dict[str, Any]:

@@ -8,6 +8,9 @@ from typing import Any, ClassVar, NoReturn
 __all__ = ["StaysHere", "forget_locals", "reduced_as"]
 
 _PACKAGES = ("lap2", "torch", "opacus")
+_NEW: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+_AS_BEFORE: Any = copyreg._reconstructor  # type: ignore[attr-defined]
+"""What makes an object again in pickles of protocol 2 and later, and in earlier ones."""
 
 
 class StaysHere:
@@ -26,8 +29,8 @@ class StaysHere:
 def reduced_as(kind: type, reduced: Any, instead_of: type) -> Any:
     """What ``__reduce_ex__`` gave for an object of one class, for an ordinary one of another."""
     call, args, *state = reduced
-    if call is copyreg.__newobj__:  # pickle insists that its class be the object's
-        call, args = copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]
+    if call is _NEW:  # pickle insists that its class be the object's
+        call, args = _AS_BEFORE, (kind, object, None)
     return call, tuple(kind if value is instead_of else value for value in args), *state
 
 

@@ -2,7 +2,8 @@
 
 # pyright: basic
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -121,16 +122,21 @@ class PrivateStep(StaysHere):
             rehearsal.
         """
         self.schedules.restore()
+        with self.all_or_nothing(), torch.no_grad():
+            if not self._is_complete():
+                return False
+            self._release()
+        return True
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """An error gives up the batch at hand, and shows no record."""
         try:
-            with torch.no_grad():
-                if not self._is_complete():
-                    return False
-                self._release()
+            yield
         except BaseException as error:
             self.give_up()
             forget_locals(error)
             raise
-        return True
 
     def _is_complete(self) -> bool:
         """Take in what was recorded; whether the batch ends with it."""
@@ -330,7 +336,7 @@ def make_step_private(optimizer: Optimizer, private: PrivateStep) -> None:
     def step(self, closure=None):
         loss = None
         if closure is not None:  # it is called once: forward and backward of the batch at hand
-            with torch.enable_grad():
+            with private.all_or_nothing(), torch.enable_grad():
                 loss = closure()
         self._opt_called = True  # schedulers look for it
         if private.advance():
