@@ -210,8 +210,9 @@ def pack(counts: Counts, copies: int) -> NDArray[np.uint8]:
 
 def unpack(packed: NDArray[np.uint8], copies: int) -> Counts:
     """The opposite of :func:`pack`; of one copy, zeros fill up the last byte."""
-    found = np.unpackbits(packed) if copies == 1 else packed.view(_narrow(copies))
-    return found.astype(np.uint32)
+    if copies == 1:
+        return np.unpackbits(packed).astype(np.uint32)
+    return packed.view(_narrow(copies)).astype(np.uint32)
 
 
 def _narrow(copies: int) -> type:
