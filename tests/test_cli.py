@@ -140,19 +140,30 @@ def test_impossible_target_exits_with_two():
 def test_version_and_unwritable_folder():
     assert invoke("--version").output.strip() == f"lap2 {lap2.__version__}"
     assert invoke("figure", "volume", "--folder", "/dev/null/x", "--scale", "small").exit_code == 2
-    bad = invoke("train", "--denoise", "magic")
+    bad = invoke("train", "--release", "magic")
     assert bad.exit_code == 2
-    assert "--denoise must be auto, none or a number" in " ".join(bad.output.split())
+    assert "release must be one of" in " ".join(bad.output.split())
 
 
 def test_plan_prints_noise_that_meets_the_target():
     """Rounded up: what is printed can be used."""
     data = ["--dataset-size", "1000", "--batch-size", "1000", "--epochs", "1", "--dimension", "1"]
     output = invoke("plan", *data, "--epsilon", "1", "--delta", "1e-10").output
-    line = next(line for line in output.splitlines() if line.startswith("│ laplace "))
-    noise = float(line.split("│")[2])
-    run = lap2.Accountant().compose(lap2.Laplace(noise, 1), sampling_prob=1.0)
-    assert run.get_epsilon(1e-10) <= 1
+    lines = [line.split("│") for line in output.splitlines() if line.startswith("│ laplace ")]
+    for (_, _, release, noise, *_), copies in zip(lines, (2**21, 1), strict=True):
+        assert release.strip() == (f"{copies:,} bits" if copies > 1 else "values")
+        run = lap2.Accountant().compose(lap2.Laplace(float(noise), copies), sampling_prob=1.0)
+        assert run.get_epsilon(1e-10) <= 1
+
+
+def test_plan_fits_a_terminal(monkeypatch):
+    """Nothing but the label of what is no guarantee takes a second line."""
+    monkeypatch.setenv("COLUMNS", "80")
+    data = ["--dataset-size", "60000", "--batch-size", "258", "--epochs", "25"]
+    arguments = ["plan", *data, "--dimension", "125000000", *TARGET]
+    output = CliRunner().invoke(app, arguments, env={"NO_COLOR": "1"}).output
+    assert max(map(len, output.splitlines())) <= 80
+    assert sum(line.startswith("│") for line in output.splitlines()) == 6
 
 
 def test_figure_writes_three_files(tmp_path):

@@ -185,19 +185,19 @@ def _recommend(options: list[Option]) -> tuple[str, str]:
     bits, values, gaussian, l1, _ = options
     least = min((bits, values, l1), key=lambda option: option.noise_to_signal)
     ratio = least.noise_to_signal / gaussian.noise_to_signal
-    released = "the signs of it" if least.release == "bits" else "its values"
+    released = "signs" if least.release == "bits" else "values"
     if ratio < 1 - _ALIKE:
         if least is l1:
             return "laplace-l1", f"l1 clipping leaves {ratio:.2f} times Gaussian's noise."
         return "laplace", (
-            f"Laplace noise, of which {released} are released, is {ratio:.2f} times Gaussian's: "
+            f"Laplace noise is {ratio:.2f} times Gaussian's if {released} are released: "
             "few coordinates or few steps favour it."
         )
     if ratio <= 1 + _ALIKE:
         return "no difference", (
-            f"Laplace noise is worth {ratio:.2f} times Gaussian's if {released} are released; "
+            f"Laplace noise is {ratio:.2f} times Gaussian's if {released} are released; "
             "signs take less time to draw, and cannot leak through floating point."
         )
     return "gaussian", (
-        f"Laplace noise is {ratio:.2f} times Gaussian's, though {released} are released."
+        f"Laplace noise is {ratio:.2f} times Gaussian's, also if {released} are released."
     )

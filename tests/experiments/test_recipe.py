@@ -56,8 +56,17 @@ def test_changes_win_over_the_file(tmp_path):
         ('dataset = "cifar10"', "model must be"),
         ('optimizer = "adam"', "optimizer must be one of"),
         ('accounting = "published"\nmechanism = "gaussian"', "accounting must be exact"),
-        ('denoise = "magic"', "denoise must be one of"),
-        ("denoise = -1.0", "denoise must be a finite number above 0"),
+        ('release = "magic"', "release must be one of"),
+        ('release = "bits"\nmechanism = "gaussian"', "release must be values for mechanism"),
+        ("tau = -1.0", "tau must be a finite number at least 0"),
+        ('tau = 1.0\nrelease = "bits"', "tau must be 0 where bits are released"),
+        ('tau = 1.0\nmechanism = "gaussian"', "tau must be 0 where bits are released"),
+        ("copies = 2.0", "copies must be an integer at least 0"),
+        ('copies = "auto"', "copies must be an integer at least 0"),
+        ('copies = 2\nrelease = "values"', "copies must be 0 where values are released, got 2"),
+        ('copies = 2\nmechanism = "laplace-l1"', "copies must be 0 where values are released"),
+        ("copies = 2\ntau = 1.0", "copies must be 0 where values are released"),
+        ("shortened = 2\nnoise_multiplier = 1.0", "noise_multiplier must be 0 for a shortened run"),
         ("holdout = -1", "holdout must be an integer at least 0"),
         ("delta = 1.0", "delta must be strictly between"),
         ("nonsense", "cannot be read"),
@@ -71,7 +80,8 @@ def test_changes_win_over_the_file(tmp_path):
         ("epsilon = 0x" + "f" * 400, "epsilon must be a number of 64 bits"),
         ("epsilon = true", "epsilon must be a finite number above 0, got True"),
         ("epsilon = inf", "epsilon must be a finite number above 0, got inf"),
-        ("denoise = false", "denoise must be a finite number above 0"),
+        ("tau = false", "tau must be a finite number at least 0"),
+        ("release = false", "release must be a text"),
         ("seed = " + "[" * 5000, "nested too deep"),
         ("#" * 70_000, "at most 65536 bytes"),
     ],
@@ -96,7 +106,7 @@ def test_a_whole_number_is_the_same_recipe_as_one_with_a_point(tmp_path):
 
 
 def test_the_configuration_of_a_run_goes_around(tmp_path):
-    recipe = load_recipe("digits", denoise=0.5)
+    recipe = load_recipe("digits", tau=0.5)
     (tmp_path / "config.json").write_text(json.dumps(recipe.asdict()))
     assert read_config(tmp_path / "config.json") == recipe
 
@@ -128,6 +138,6 @@ def test_unknown_names_are_refused():
 def test_columns_differ_in_the_mechanism_only():
     names = {field.name for field in dataclasses.fields(Recipe)}
     for changes in COLUMNS.values():
-        assert set(changes) <= {"mechanism", "accounting", "denoise"} <= names
+        assert set(changes) <= {"mechanism", "accounting", "release"} <= names
         Recipe(**changes)
     assert len({Recipe(**changes) for changes in COLUMNS.values()}) == 5

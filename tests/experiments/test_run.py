@@ -48,6 +48,14 @@ def test_a_run_leaves_everything_about_itself(tmp_path):
     assert list(weights) == list(mnist_cnn().state_dict())
 
 
+def test_a_run_that_is_judged_by_private_records_says_so(tmp_path):
+    recipe = load_recipe("digits", steps=2, batch_size=200, epsilon=8.0, holdout=300)
+    result = run.train(recipe, tmp_path, progress=False)
+    assert not result.statement.is_guarantee
+    (caveat,) = lap2.Accountant.load(tmp_path / "ledger.json").caveats
+    assert "held-out records were written as they are" in caveat
+
+
 def test_a_folder_with_a_ledger_is_not_overwritten(tmp_path):
     lap2.Accountant().save(tmp_path / "ledger.json")
     before = (tmp_path / "ledger.json").read_text()
@@ -209,7 +217,7 @@ def test_held_out_records_are_what_is_evaluated_and_never_trained_on():
 
 
 def test_a_run_takes_exactly_its_steps_also_within_a_pass(tmp_path):
-    result = run.train(load_recipe("digits", steps=7, reports=1), tmp_path, progress=False)
+    result = run.train(load_recipe("digits", steps=7, evaluations=1), tmp_path, progress=False)
     assert result.steps == result.statement.steps == 7
     assert 0.9999 < result.statement.epsilon <= 1
 
@@ -233,7 +241,7 @@ def test_an_interruption_between_two_pieces_gives_up_the_batch(tmp_path, monkeyp
 
 
 def test_noise_of_the_published_accountant_is_labelled_and_its_cost_exact(tmp_path):
-    recipe = load_recipe("digits", steps=3, reports=1, accounting="published", epsilon=0.5)
+    recipe = load_recipe("digits", steps=3, evaluations=1, accounting="published", epsilon=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = run.train(recipe, tmp_path, progress=False)
@@ -249,9 +257,9 @@ def test_noise_of_the_published_accountant_is_labelled_and_its_cost_exact(tmp_pa
 
 
 def test_schedules_end_where_they_say():
-    linear = run._factor(load_recipe("digits", schedule="linear", steps=100))
-    hold = run._factor(load_recipe("digits", schedule="hold", steps=100))
-    constant = run._factor(load_recipe("digits", schedule="constant", steps=100))
+    linear = run._factor(load_recipe("digits", learning_rate_schedule="linear", steps=100))
+    hold = run._factor(load_recipe("digits", learning_rate_schedule="hold", steps=100))
+    constant = run._factor(load_recipe("digits", learning_rate_schedule="constant", steps=100))
     assert [linear(0), linear(50), linear(100)] == [1, 0.5, 0]
     assert [hold(0), hold(50), hold(75), hold(100)] == [1, 1, 0.5, 0]
     assert constant(99) == 1
@@ -264,7 +272,7 @@ def test_fine_tuning_runs_end_to_end_on_a_tiny_transformer(tmp_path, monkeypatch
     few = data.Images("cifar10", images[:200], labels[:200], images[200:], labels[200:])
     tasks._inputs.cache_clear()
     monkeypatch.setitem(tasks._LOADERS, "cifar10", lambda: few)
-    recipe = load_recipe("cifar10-tiny-vit", batch_size=40, steps=4, reports=2)
+    recipe = load_recipe("cifar10-tiny-vit", batch_size=40, steps=4, evaluations=2)
     before = tasks.load_task(recipe).model.state_dict()
     result = run.train(recipe, tmp_path, progress=False)
     tasks._inputs.cache_clear()

@@ -15,7 +15,7 @@ from lap2.experiments.recipe import COLUMNS, load_recipe
 from lap2.experiments.reproduce import EXPERIMENTS, Cell, Experiment, Tuning
 from lap2.experiments.show import show
 
-TINY = load_recipe("digits", steps=4, reports=2, epsilon=8.0)
+TINY = load_recipe("digits", steps=4, evaluations=2, epsilon=8.0)
 
 
 def job(seed=0, **labels):
@@ -218,12 +218,12 @@ def test_a_comparison_has_means_errors_and_says_what_was_not_run():
     table = tables.comparison(rows, title="t", dataset="mnist")
     assert table.header[:3] == ("epsilon", "Lap2 in the paper", "Gaussian")
     (first, second) = table.lines
-    assert first[:3] == ("0.88", "96.1", "91.00 (1.00; 2 runs)")
+    assert first[:3] == ("0.88", "93.29", "91.00 (1.00; 2 runs)")
     assert first[4] == "70.00 (1 run); exact epsilon 0.445"
-    assert second[:6] == ("0.13", "87.5", "not run", "not run", "not run", "10.00 (1 run)")
+    assert second[:6] == ("0.13", "78.96", "not run", "not run", "not run", "10.00 (1 run)")
     assert second[6:] == ("not run", "")
     assert "no guarantee" in table.header[4]
-    assert table.markdown().splitlines()[2].startswith("| 0.88 | 96.1 | 91.00")
+    assert table.markdown().splitlines()[2].startswith("| 0.88 | 93.29 | 91.00")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_comparison_has_means_errors_and_says_what_was_not_run():
         ([], [0.9], 90.0, ""),
     ],
 )
-def test_the_table_says_where_denoising_falls_short(ours, gaussian, paper, said):
+def test_the_table_says_where_bits_fall_short(ours, gaussian, paper, said):
     assert tables.verdict([row(a) for a in ours], [row(a) for a in gaussian], paper) == said
 
 
@@ -249,8 +249,8 @@ def test_the_difference_over_all_lines_leaves_out_what_is_half_there():
         labels = {"dataset": dataset, "epsilon": "1", "column": column}
         return [row(accuracy, **labels) for accuracy in accuracies]
 
-    rows = [*line("a", "gaussian", 0.90, 0.92), *line("a", "denoised", 0.92)]
-    rows += [*line("b", "gaussian", 0.90), *line("b", "denoised", 0.93), *line("b", "exact", 0.1)]
+    rows = [*line("a", "gaussian", 0.90, 0.92), *line("a", "bits", 0.92)]
+    rows += [*line("b", "gaussian", 0.90), *line("b", "bits", 0.93), *line("b", "exact", 0.1)]
     rows += line("c", "gaussian", 0.5)
     assert tables.overall(rows).lines == (("2", "+2.00", "1.00"),)
     assert tables.overall(rows[:3]).lines == (("1", "", ""),)
@@ -283,7 +283,7 @@ def test_steps_to_reach_a_target_are_the_first_of_the_mean_curve():
 
 def tiny_experiment(_scale):
     cells = []
-    for column in ("gaussian", "denoised"):
+    for column in ("gaussian", "bits"):
         changes = COLUMNS[column]
         labels = {"experiment": "table2", "scale": "small", "dataset": "mnist"}
         labels |= {"column": column, "epsilon": "8"}
@@ -304,7 +304,7 @@ def test_tuning_never_sees_the_test_set_and_decides_the_rate(tmp_path, monkeypat
     assert {r["evaluated_on"] for r in tuned} == {"holdout"}
     assert {r["evaluated_on"] for r in final} == {"test"}
     assert len(final) == 4
-    for column in ("gaussian", "denoised"):
+    for column in ("gaussian", "bits"):
         trials = sweep.select(tuned, column=column)
         assert len(trials) == 3  # the same effort for every column
         best = max(trials, key=lambda r: (r["accuracy"], -r["recipe"]["learning_rate"]))
@@ -317,12 +317,11 @@ def test_tuning_never_sees_the_test_set_and_decides_the_rate(tmp_path, monkeypat
 
 def test_shortened_tuning_runs_are_the_same_process_in_fewer_steps():
     full = replace(TINY, steps=400)
-    tuning = Tuning({}, full, shortened=4, factors=(0.5, 1.0))
+    tuning = Tuning({}, full, shortened=4, factors=(0.5, 1.0), holdout=100)
     jobs = tuning.jobs()
-    noise = run.noise_of(full)
     assert [j.recipe.steps for j in jobs] == [100, 100]
     assert [j.recipe.learning_rate for j in jobs] == [2.0, 4.0]  # the recipe's is 1
-    assert jobs[0].recipe.noise_multiplier == pytest.approx(noise / 2)
+    assert run.noise_of(jobs[0].recipe) == pytest.approx(run.noise_of(full) / 2)
     assert tuning.best([{"accuracy": 0.3}, {"accuracy": 0.3}]) == 0.5
     assert tuning.best([{"accuracy": 0.3}, {"accuracy": 0.4}]) == 1.0
 

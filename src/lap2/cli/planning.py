@@ -65,11 +65,11 @@ def plan(
         f"{result.dimension:,} coordinates, "
         f"target ({as_given(result.epsilon)}, {as_given(result.delta)})"
     )
-    table = Table("", "release", "noise multiplier", "noise / signal", "variance", "order")
+    table = Table("", "release", "noise\nmultiplier", "noise /\nsignal", "variance", "order")
     for option in result.options:
         table.add_row(
-            option.name if option.is_guarantee else f"{option.name} [red](no guarantee)[/]",
-            f"bits, {option.copies} a coordinate" if option.copies else "values",
+            option.name if option.is_guarantee else f"{option.name}\n[red](no guarantee)[/]",
+            f"{option.copies:,} bit{'s' * (option.copies > 1)}" if option.copies else "values",
             rounded_up(option.noise_multiplier),
             f"{option.noise_to_signal:.4g}",
             f"{option.effective_variance:.4g}",
@@ -77,7 +77,8 @@ def plan(
         )
     console.print(table)
     console.print(
-        "noise / signal: standard deviation of the noise on a coordinate over the size of the "
+        "release: of each noisy coordinate, so many signs or the value; noise / signal: "
+        "standard deviation of the noise on a coordinate over the size of the "
         f"mean gradient's, if that has {result.signal:g} of the clip's norm; variance: of that "
         "noise on a coordinate of the sum, in clips squared."
     )

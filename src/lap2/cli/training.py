@@ -47,10 +47,7 @@ def _option(field: Any) -> Any:
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
     """The fields of a recipe that were given on the command line."""
-    changes = {name: value for name, value in options.items() if value is not None}
-    if "denoise" in changes:
-        changes["denoise"] = _parse_denoise(changes["denoise"])
-    return changes
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @with_recipe_options
@@ -130,12 +127,3 @@ def _show(result: "Result") -> None:
         )
     rows.add_row("folder", str(result.folder))
     Console().print(rows)
-
-
-def _parse_denoise(text: str) -> str | float:
-    try:
-        return text if text in {"auto", "none"} else float(text)
-    except ValueError:
-        raise typer.BadParameter(
-            f"--denoise must be auto, none or a number, got {text!r}"
-        ) from None

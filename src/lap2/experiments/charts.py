@@ -21,7 +21,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "laplace-l1": {"color": PURPLE, "marker": "D", "linestyle": ":"},
     "published": {"color": VERMILLION, "marker": "X", "linestyle": "--"},
     "exact": {"color": SKY, "marker": "^", "linestyle": "-."},
-    "denoised": {"color": BLUE, "marker": "s"},
+    "bits": {"color": BLUE, "marker": "s"},
 }
 _SHADES = (GREEN, BLUE, VERMILLION, PURPLE, BLACK)
 _MARKERS = "os^Dv"

@@ -30,14 +30,14 @@ PARTS = ("head", "block", "all")
 """What is trained of a backbone: see :mod:`lap2.experiments.backbones`."""
 
 COLUMNS: dict[str, dict[str, str]] = {
-    "gaussian": {"mechanism": "gaussian", "denoise": "none"},
-    "laplace-l1": {"mechanism": "laplace-l1", "denoise": "none"},
-    "published": {"mechanism": "laplace", "accounting": "published", "denoise": "none"},
-    "exact": {"mechanism": "laplace", "denoise": "none"},
-    "denoised": {"mechanism": "laplace", "denoise": "auto"},
+    "gaussian": {"mechanism": "gaussian", "release": "values"},
+    "laplace-l1": {"mechanism": "laplace-l1", "release": "values"},
+    "published": {"mechanism": "laplace", "accounting": "published", "release": "values"},
+    "exact": {"mechanism": "laplace", "release": "values"},
+    "bits": {"mechanism": "laplace", "release": "bits"},
 }
 """The columns of every comparison: Gaussian noise, l1-clipped Laplace, Lap2 with the published
-accountant (no guarantee), Lap2 accounted exactly, and that denoised."""
+accountant (no guarantee), Lap2 accounted exactly, and its bits instead of its values."""
 
 
 _MOST_BYTES = 1 << 16
@@ -62,21 +62,30 @@ class Recipe:
     epsilon: float = _about(1.0, "Target epsilon.")
     delta: float = _about(1e-5, "Target delta, strictly between 0 and 1.")
     steps: int = _about(590, "Number of private steps.")
+    shortened: int = _about(
+        1, "Steps are so many times fewer than the target's, noise is less by its root."
+    )
     batch_size: int = _about(1024, "Expected number of records in a step.")
     max_physical_batch_size: int = _about(0, "Records in memory at a time; zero is all of a step.")
     optimizer: str = _about("sgd", "sgd or adamw.")
-    learning_rate: float = _about(2.5, "At its largest.")
-    schedule: str = _about("hold", "constant, linear (to zero), or hold (half way, then linear).")
-    momentum: float = _about(0.9, "Of sgd.")
+    learning_rate: float = _about(2.5, "Learning rate at its peak.")
+    learning_rate_schedule: str = _about(
+        "hold", "constant, linear (to zero), or hold (half way, then linear)."
+    )
+    momentum: float = _about(0.9, "Momentum of SGD.")
     weight_decay: float = _about(0.0, "Of the optimizer.")
     max_grad_norm: float = _about(0.1, "The clip C.")
     label_smoothing: float = _about(0.15, "Of the cross-entropy.")
     mechanism: str = _about("laplace", "laplace, gaussian or laplace-l1.")
     accounting: str = _about("exact", "What sets the noise: exact, or published (no guarantee).")
     noise_multiplier: float = _about(0.0, "b / C; zero is what meets the target.")
-    denoise: str | float = _about("auto", "auto, none or a number tau.")
+    release: str = _about(
+        "", "bits (signs of noisy coordinates) or values; by default bits for laplace."
+    )
+    copies: int = _about(0, "How many bits of each coordinate; zero is as many as help.")
+    tau: float = _about(0.0, "Clamp values at so many noise scales; zero leaves them.")
     holdout: int = _about(0, "Training records left out; if any, they are what is evaluated.")
-    reports: int = _about(40, "How often to evaluate and write a checkpoint.")
+    evaluations: int = _about(40, "How often to evaluate and write a checkpoint.")
     seed: int = _about(0, "Of the initial weights only: sampling and noise take no seed.")
 
     def __post_init__(self) -> None:
@@ -89,7 +98,9 @@ class Recipe:
                     f"{self.model!r} for {self.dataset}"
                 )
         _validate.choice("optimizer", self.optimizer, ("sgd", "adamw"))
-        _validate.choice("schedule", self.schedule, ("constant", "linear", "hold"))
+        _validate.choice(
+            "learning_rate_schedule", self.learning_rate_schedule, ("constant", "linear", "hold")
+        )
         _validate.choice("mechanism", self.mechanism, ("laplace", "gaussian", "laplace-l1"))
         _validate.choice("accounting", self.accounting, ("exact", "published"))
         if self.accounting == "published" and self.mechanism != "laplace":
@@ -99,20 +110,33 @@ class Recipe:
             )
         _validate.positive("epsilon", self.epsilon)
         _validate.open_probability("delta", self.delta)
-        for name in ("steps", "batch_size", "reports"):
+        for name in ("steps", "shortened", "batch_size", "evaluations"):
             _validate.integer(name, getattr(self, name), least=1)
         for name in ("learning_rate", "max_grad_norm"):
             _validate.positive(name, getattr(self, name))
-        for name in ("weight_decay", "noise_multiplier"):
+        for name in ("weight_decay", "noise_multiplier", "tau"):
             _validate.non_negative(name, getattr(self, name))
         for name in ("momentum", "label_smoothing"):
             _validate.probability(name, getattr(self, name))
-        for name in ("holdout", "seed", "max_physical_batch_size"):
+        for name in ("holdout", "seed", "max_physical_batch_size", "copies"):
             _validate.integer(name, getattr(self, name), least=0)
-        if isinstance(self.denoise, str):
-            _validate.choice("denoise", self.denoise, ("auto", "none"))
-        else:
-            _validate.positive("denoise", self.denoise)
+        if self.shortened > 1 and self.noise_multiplier:
+            raise ValueError(
+                f"noise_multiplier must be 0 for a shortened run, got {self.noise_multiplier!r}"
+            )
+        self._check_release()
+
+    def _check_release(self) -> None:
+        """What :class:`lap2.train.readout.Readout` would refuse, before anything is loaded."""
+        _validate.choice("release", self.release, ("", "bits", "values"))
+        if self.release == "bits" and self.mechanism != "laplace":
+            raise ValueError(f"release must be values for mechanism {self.mechanism!r}, got 'bits'")
+        if self.tau and (self.release == "bits" or self.mechanism == "gaussian"):
+            raise ValueError(
+                f"tau must be 0 where bits are released and for Gaussian noise, got {self.tau!r}"
+            )
+        if self.copies and (self.release == "values" or self.mechanism != "laplace" or self.tau):
+            raise ValueError(f"copies must be 0 where values are released, got {self.copies!r}")
 
     @classmethod
     def of(cls, values: Mapping[str, Any], *, where: str = "recipe") -> "Recipe":
@@ -144,7 +168,7 @@ def _typed(name: str, default: Any, value: Any) -> Any:
     """The value, if a recipe can hold it there; a whole number where any number may be is one."""
     if type(value) not in (str, bool, int, float):
         raise TypeError(f"{name} must be a text or a number, got a {type(value).__name__}")
-    if isinstance(default, str) and name != "denoise" and not isinstance(value, str):
+    if isinstance(default, str) and not isinstance(value, str):
         raise TypeError(f"{name} must be a text, got a {type(value).__name__}")
     if isinstance(value, int) and value.bit_length() > _MOST_DIGITS_OF_TWO:
         raise ValueError(f"{name} must be a number of 64 bits, got one of {value.bit_length()}")

@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,10 +48,8 @@ class Tuning:
     def jobs(self) -> list[Job]:
         """One run for each factor."""
         k = self.shortened
-        recipe = replace(self.recipe, holdout=self.holdout, reports=1)
-        if k > 1:
-            noise = _noise(self.recipe) / math.sqrt(k)
-            recipe = replace(recipe, steps=recipe.steps // k, noise_multiplier=noise)
+        recipe = replace(self.recipe, holdout=self.holdout, evaluations=1)
+        recipe = replace(recipe, steps=recipe.steps // k, shortened=k)
         return [
             Job(
                 replace(recipe, learning_rate=_digits(recipe.learning_rate * factor * k)),
@@ -156,14 +153,6 @@ def reproduce(
     return do(plan[i] for i in rounds for plan in plans if i < len(plan))
 
 
-@lru_cache
-def _noise(recipe: Recipe) -> float:
-    """The noise multiplier of a run."""
-    from lap2.experiments.run import noise_of  # noqa: PLC0415 - torch is optional
-
-    return noise_of(recipe)
-
-
 def _rate(base: Recipe, epsilon: float, steps: int, clip: float) -> float:
     """A learning rate to begin with, from that of the base recipe at epsilon 1.
 
@@ -236,7 +225,7 @@ def _clips(scale: Scale) -> list[Cell]:
             _cell(
                 {**labels, "clip": f"{clip:g}"},
                 base,
-                "denoised",
+                "bits",
                 epsilon=epsilon,
                 steps=_steps(base, scale),
                 clip=clip,
@@ -267,7 +256,7 @@ def _grid(scale: Scale) -> list[Cell]:
         cell = _cell(
             {**labels, **names},
             base,
-            "denoised",
+            "bits",
             epsilon=epsilon,
             steps=steps,
             clip=clip,
@@ -308,7 +297,7 @@ def _batches(dataset: str, number: int) -> Callable[[Scale], list[Cell]]:
                 ),
                 seeds=1 if small else 3,
             )
-            for size, column in itertools.product(sizes, ("gaussian", "exact", "denoised"))
+            for size, column in itertools.product(sizes, ("gaussian", "exact", "bits"))
         ]
 
     return cells
@@ -348,7 +337,7 @@ def _cifar10(part: str) -> Callable[[Scale], list[Cell]]:
 
 _TUNED = (0.13, 0.88, 3.42)
 """Where the rate of Table II is tuned; in between, it is as at the nearest."""
-_COMPARED = ("gaussian", "denoised")
+_COMPARED = ("gaussian", "bits")
 """Columns of Table II that are so close that telling them apart takes more runs."""
 _GREY = ("mnist", "fashion-mnist")
 _MNIST_RECORDS = 60_000

@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -120,7 +120,7 @@ class _Run:
         self.lost = resumed.extra["lost"] + resumed.lost_steps
 
     def go(self, *, progress: bool) -> Result:
-        every = max(1, self.total // self.recipe.reports)
+        every = max(1, self.total // self.recipe.evaluations)
         with _bar(progress) as bar:
             task = bar.add_task("starting", total=self.total, completed=self.step)
             try:
@@ -216,10 +216,16 @@ def _make_private(engine: PrivacyEngine, recipe: Recipe, task: Task, optimizer):
         "max_physical_batch_size": recipe.max_physical_batch_size or None,
         "max_grad_norm": recipe.max_grad_norm,
         "mechanism": recipe.mechanism,
-        "denoise": recipe.denoise,
+        "release": recipe.release or None,
+        "copies": recipe.copies or "auto",
+        "tau": recipe.tau or None,
     }
     noise = recipe.noise_multiplier
-    if recipe.accounting == "published" and not noise:
+    if recipe.shortened > 1:
+        times = recipe.shortened
+        whole = replace(recipe, steps=recipe.steps * times, shortened=1, holdout=0)
+        noise = noise_of(whole) / math.sqrt(times)
+    elif not noise and recipe.accounting == "published":
         noise = _published_noise(recipe, task)
     if noise:
         return engine.make_private(noise_multiplier=noise, **shared)
@@ -264,7 +270,7 @@ def _factor(recipe: Recipe):
         "constant": lambda step: 1.0,  # noqa: ARG005
         "linear": lambda step: 1 - step / recipe.steps,
         "hold": lambda step: min(1.0, 2 * (1 - step / recipe.steps)),
-    }[recipe.schedule]
+    }[recipe.learning_rate_schedule]
 
 
 def _describe(row: dict[str, float], evaluated_on: str) -> str:

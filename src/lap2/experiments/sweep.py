@@ -184,9 +184,7 @@ def finish(
         progress: show a bar, or a line for each run where there is no terminal.
     """
     _validate.choice("backend", backend, _BACKENDS)
-    count = (
-        os.cpu_count() or 1 if workers is None else _validate.integer("workers", workers, least=1)
-    )
+    count = _cores() if workers is None else _validate.integer("workers", workers, least=1)
     for job in jobs:
         if not _are_labels(dict(job.labels)):
             raise ValueError(f"labels must be {_RULES['labels'][0]}, got {dict(job.labels)!r}")
@@ -214,7 +212,7 @@ def _rows(jobs: list[Job], folder: Path, workers: int, backend: str) -> Iterator
     joblib = _engine("joblib", "lap2[experiments]")
     if backend == "ray":
         _engine("ray.util.joblib", "ray").register_ray()
-    threads = max(1, (os.cpu_count() or 1) // workers)
+    threads = max(1, _cores() // workers)
     with joblib.parallel_config(backend=backend, n_jobs=workers):
         tasks = [joblib.delayed(do)(job, folder, threads) for job in jobs]
         if joblib.parallel.get_active_backend()[0].supports_return_generator:
@@ -222,6 +220,11 @@ def _rows(jobs: list[Job], folder: Path, workers: int, backend: str) -> Iterator
             return
         for start in range(0, len(tasks), workers):  # so that rows are written as they come
             yield from joblib.Parallel()(tasks[start : start + workers])
+
+
+def _cores() -> int:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _engine(module: str, package: str) -> Any:
