@@ -16,8 +16,8 @@ from lap2.cli import app
 from lap2.experiments import data, run, sweep, tasks
 from lap2.experiments.models import mnist_cnn
 from lap2.experiments.recipe import load_recipe
+from lap2.signal import copies, spread_size
 from lap2.train import PrivacyEngine
-from lap2.train.rotate import spread_size
 from lap2.train.step import PrivateStep
 
 
@@ -242,10 +242,27 @@ def test_noise_of_the_published_accountant_is_labelled_and_its_cost_exact(tmp_pa
     claimed = lap2.Accountant().compose(step, sampling_prob=256 / 1437, steps=3)
     assert claimed.get_epsilon(1e-5) == pytest.approx(0.5, rel=1e-5)
     rounded = result.noise_multiplier / (1 + result.statement.rounding)
-    released = lap2.Laplace(rounded, spread_size(26010))
+    size = spread_size(26010)
+    size *= copies(size, batch_size=256, noise_multiplier=result.noise_multiplier)
+    released = lap2.Laplace(rounded, size)
     exact = lap2.Accountant().compose(released, sampling_prob=256 / 1437, steps=3)
     assert result.statement.epsilon == pytest.approx(exact.get_epsilon(1e-5), rel=1e-5)
     assert result.statement.epsilon != pytest.approx(0.5, rel=0.1)  # not what was claimed
+
+
+@pytest.mark.parametrize(
+    ("changes", "dimension"),
+    [
+        ({"copies": 3}, 3 * spread_size(26010)),
+        ({"release": "bits", "copies": 1}, spread_size(26010)),
+        ({"release": "values"}, 26010),
+        ({"tau": 1.0}, spread_size(26010)),
+    ],
+)
+def test_what_a_recipe_releases_is_what_its_ledger_has(tmp_path, changes, dimension):
+    run.train(load_recipe("digits", steps=1, evaluations=1, **changes), tmp_path, progress=False)
+    (entry,) = lap2.Accountant.load(tmp_path / "ledger.json").ledger
+    assert entry.mechanism.dimension == dimension
 
 
 def test_schedules_end_where_they_say():
