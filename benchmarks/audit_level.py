@@ -27,18 +27,17 @@ from lap2.audit import (
     audit_sampler,
 )
 from lap2.audit.statistics import gaussian_epsilon
-from lap2.noise import ReproducibleLaplace, SecureLaplace
+from lap2.noise import SecureLaplace
 
 CONFIDENCES = 0.9, 0.999
 CLAIM = gaussian_epsilon(1.0, 0.1)
 """Of noise of scale 1 and a shift of 1, which is met exactly."""
 
 
-def sampler(noise, dtype):
-    def once(seed, confidence):
-        source = noise(seed)
+def sampler(dtype):
+    def once(_seed, confidence):  # honest noise has none
         return audit_sampler(
-            source, size=4, steps=4, releases=200, dtype=dtype, confidence=confidence
+            SecureLaplace(), size=4, steps=4, releases=200, dtype=dtype, confidence=confidence
         )
 
     return once
@@ -106,8 +105,8 @@ def claim(seed, confidence):
 
 
 AUDITS = {
-    "sampler, 4 x 4, ordinary noise": sampler(ReproducibleLaplace, "float64"),
-    "sampler, 4 x 4, secure noise": sampler(lambda _: SecureLaplace(), "float32"),
+    "sampler, 4 x 4, float32": sampler("float32"),
+    "sampler, 4 x 4, float64": sampler("float64"),
     "mechanism, 100 releases of 1": releases(1),
     "mechanism, 100 releases of 16": releases(16),
     "mechanism, 100 calls of a step": mechanism,

@@ -24,8 +24,8 @@ from lap2.audit.probe import EngineSetting
 from lap2.audit.statistics import gaussian_epsilon, laplace_epsilon
 from lap2.noise import SecureLaplace
 
-SEEN_BY_SAMPLER = {"none", "noise", "float32", "repeat"}
-RELEASES = {"as it is": "none", "denoised": "auto"}
+SEEN_BY_SAMPLER = {"none", "noise", "float32", "repeat", "shared"}
+RELEASES = ("bits", "values")
 NAMES = {
     "none": "correct",
     "noise": "noise x 0.7",
@@ -34,19 +34,23 @@ NAMES = {
     "sampling": "no subsampling",
     "divisor": "realised divisor",
     "float32": "float32 torch noise",
-    "repeat": "the same noise in every step",
+    "repeat": "the same noise, or keystream, in every step",
+    "shared": "one noise, or bit, for two coordinates",
+    "copies": "four times as many copies, too large",
+    "ledger": "four times as many copies as accounted",
+    "whole": "copies as large as their coordinate",
+    "twins": "one bit for all copies",
 }
 
 
 def once(level, fault, rng):
     """One audit, at sizes that take seconds."""
     if level == "sampler":
-        return audit_sampler(fault.sampler())
+        return audit_sampler(fault.sampler("values"))
     kind, release = level.split(", ")
-    denoise = RELEASES[release]
     if kind == "mechanism":
-        return audit_engine(denoise=denoise, trials=60_000, steps=1200, fault=fault, rng=rng)
-    return audit_demonstration_run(denoise=denoise, fault=fault, rng=rng)
+        return audit_engine(release=release, trials=60_000, steps=1200, fault=fault, rng=rng)
+    return audit_demonstration_run(release=release, fault=fault, rng=rng)
 
 
 def power(levels, repeats, console):
@@ -56,7 +60,9 @@ def power(levels, repeats, console):
     for name, fault in FAULTS.items():
         row = []
         for level in levels:
-            if level == "sampler" and name not in SEEN_BY_SAMPLER:
+            of_values = level == "sampler" or level.endswith("values")
+            unseen = level == "sampler" and name not in SEEN_BY_SAMPLER
+            if unseen or (of_values and fault.is_of_bits):
                 row.append("not its subject")
                 continue
             start, violated = time.process_time(), 0

@@ -3,7 +3,8 @@
 Everything runs in one process, in float32. Each round measures all contestants once, one after the
 other, so that a busy or throttled machine slows them alike; a ratio is taken within a round, and
 the median over the rounds is reported. torch.randn and torch's Laplace make a new tensor in every
-call; ours add to one that exists, and torch's normal_ overwrites one.
+call; ours add to one that exists, and torch's normal_ overwrites one. Signs run in one thread, as
+normal_ does.
 
     python benchmarks/noise.py --rounds 5
 """
@@ -19,10 +20,11 @@ from pathlib import Path
 
 import torch
 
-from lap2.noise import SecureGaussian, SecureLaplace
+from lap2.noise import SecureGaussian, SecureLaplace, SecureSigns
 
 COMPILED, NUMPY = "Laplace, compiled", "Laplace, NumPy"
 GAUSSIAN, SINGLE, GAUSSIAN_NUMPY = "Gauss, compiled", "Gauss, one thread", "Gauss, NumPy"
+SIGNS, SIGNS_NUMPY = "Signs, one thread", "Signs, NumPy, one"
 RANDN, NORMAL, LAPLACE = "torch.randn", "torch normal_", "torch Laplace"
 
 Call = Callable[[], object]
@@ -31,8 +33,10 @@ Call = Callable[[], object]
 def contestants(size: int) -> dict[str, Call]:
     array, overwritten = torch.ones(size), torch.ones(size)
     parts = list(array.split(1 << 20))  # lap2 does so many with one thread
+    pieces = list(overwritten.split(1 << 20))
     compiled, numpy = SecureLaplace(compiled=True), SecureLaplace(compiled=False)
     gaussian, gaussian_numpy = SecureGaussian(compiled=True), SecureGaussian(compiled=False)
+    signs, signs_numpy = SecureSigns(compiled=True), SecureSigns(compiled=False)
     laplace = torch.distributions.Laplace(0.0, 1.0)
     return {
         COMPILED: lambda: compiled.add(array, 1.0),
@@ -40,6 +44,8 @@ def contestants(size: int) -> dict[str, Call]:
         GAUSSIAN: lambda: gaussian.add(array, 1.0),
         SINGLE: lambda: [gaussian.add(part, 1.0) for part in parts],
         GAUSSIAN_NUMPY: lambda: gaussian_numpy.add(array, 1.0),
+        SIGNS: lambda: [signs.add(piece, 1.0) for piece in pieces],
+        SIGNS_NUMPY: lambda: [signs_numpy.add(piece, 1.0) for piece in pieces],
         RANDN: lambda: torch.randn(size),
         NORMAL: overwritten.normal_,
         LAPLACE: lambda: laplace.sample((size,)),
@@ -48,11 +54,19 @@ def contestants(size: int) -> dict[str, Call]:
 
 @dataclass(frozen=True)
 class Target:
-    """A claim: the median ratio of two contestants' times is at most so much."""
+    """A claim: the median ratio of two contestants' times is at most so much.
+
+    Attributes:
+        of: whose time is claimed to be small.
+        to: whose time it is compared with.
+        at_most: the largest ratio.
+        least: the number of coordinates from which on it is claimed.
+    """
 
     of: str
     to: str
     at_most: float
+    least: int = 0
 
     def row(self, size: int, rounds: Sequence[dict[str, float]]) -> str:
         """One line of the table."""
@@ -69,16 +83,22 @@ TARGETS = (
     Target(GAUSSIAN, NORMAL, at_most=3.0),
     Target(SINGLE, NORMAL, at_most=3.0),
     Target(GAUSSIAN_NUMPY, RANDN, at_most=9.0),
+    Target(SIGNS, NORMAL, at_most=0.5, least=10_000_000),
+    Target(SIGNS_NUMPY, NORMAL, at_most=3.0, least=10_000_000),
 )
+COPIES, COPIED, NANOSECONDS = 64, 100_000, 40.0
+"""Signs of so many copies of so many coordinates take at most so much processor time for each."""
 
 
-def seconds(call: Call, *, at_least: float = 0.1) -> float:
+def seconds(
+    call: Call, *, at_least: float = 0.1, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Median time of one call, repeated until the clock has something to measure."""
     times: list[float] = []
     while sum(times) < at_least:
-        start = time.perf_counter()
+        start = clock()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return statistics.median(times)
 
 
@@ -130,7 +150,25 @@ def report(size: int, count: int) -> list[str]:
             f"{memory[name]:>10,.1f} MB",
             flush=True,
         )
-    return [target.row(size, rounds) for target in TARGETS]
+    return [target.row(size, rounds) for target in TARGETS if size >= target.least]
+
+
+def copies_row(count: int) -> str:
+    """The claim about many copies, in one thread; there is nothing to compare it with."""
+    signs = SecureSigns(COPIES, compiled=True)
+    pieces = torch.zeros(COPIED).split((1 << 20) // COPIES)
+
+    def call() -> None:
+        for piece in pieces:
+            signs.add(piece, 1.0)
+
+    call()
+    each = statistics.median(
+        1e9 * seconds(call, clock=time.thread_time) / COPIED for _ in range(count)
+    )
+    verdict = "pass" if each <= NANOSECONDS else "FAIL"
+    claim = f"Signs, {COPIES} copies, ns"
+    return f"{COPIED:>11,}  {claim:<34} {each:>8.2f}  <= {NANOSECONDS:<6g} {verdict}"
 
 
 def main() -> None:
@@ -148,6 +186,7 @@ def main() -> None:
     )
     print(f"{'coordinates':>11}  {'':<17} {'time':>10}    {'each':>8}    {'peak extra':>10}")
     rows = [row for size in arguments.sizes for row in report(size, arguments.rounds)]
+    rows.append(copies_row(arguments.rounds))
     print(f"\n{'coordinates':>11}  {'claim':<34} {'measured':>8}  {'target':<9} verdict")
     print("\n".join(rows))
 

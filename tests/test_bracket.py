@@ -272,6 +272,13 @@ def test_edges_are_answers():
     assert lower_epsilon(spend(lap2.Gaussian(1e-100), 1.0, 10), DELTA) > 1000
 
 
+@pytest.mark.parametrize("noise", [1e-2, 1e-5])
+@pytest.mark.parametrize("make", [lap2.Gaussian, lambda noise: lap2.Laplace(noise, math.inf)])
+def test_where_floats_end_nothing_is_shown_and_nothing_fails(make, noise):
+    accountant = spend(make(noise), 1.0, 10**6)
+    assert 0 <= lower_epsilon(accountant, DELTA, points=2**12) <= accountant.get_epsilon(DELTA)
+
+
 def test_noiseless_but_rarer_than_delta_is_not_infinite():
     """One step without noise at zeta < delta is (0, zeta)-private: infinity would be no bound."""
     accountant = spend(lap2.Gaussian(0.0), DELTA / 20, 10)

@@ -2,12 +2,16 @@
 
 import math
 import warnings
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import lap2
-from lap2 import calibration
+from lap2 import calibration, clip_search
+from lap2.noise import ReproducibleLaplace
 
 RUN = {"sampling_prob": 0.0043, "steps": 5860}
 TARGET = {"epsilon": 1.0, "delta": 1e-5}
@@ -195,9 +199,90 @@ def test_public_percentile_is_plain_and_private_quantile_is_charged():
     assert 20 * (1 - 1e-6) < entry.mechanism.noise_multiplier < 20  # rounding is charged too
 
 
+QUANTILE = {"quantile": 0.5, "low": 0.1, "high": 1.0, "noise_multiplier": 1.0, "rounds": 3}
+
+
+class Noiseless:
+    """Adds nothing, and remembers what it was given."""
+
+    is_secure = False
+    law = "laplace"
+
+    def __init__(self):
+        self.given = []
+
+    def added_sensitivity(self, _scale, _size):
+        return 0.0
+
+    def add(self, array, scale):
+        self.given.append((float(array[0]), scale))
+        return 0.0
+
+
+@pytest.mark.parametrize("sampler", [Noiseless(), ReproducibleLaplace(0)])
+def test_a_private_quantile_without_secure_noise_is_no_guarantee(sampler):
+    accountant = lap2.Accountant()
+    lap2.clip_from_private_norms([1.0, 2.0], **QUANTILE, accountant=accountant, sampler=sampler)
+    answer = accountant.answer(delta=1e-5)
+    assert not answer.is_guarantee
+    assert "ordinary generator" in answer.caveats[0]
+    accountant = lap2.Accountant()
+    lap2.clip_from_private_norms([1.0, 2.0], **QUANTILE, accountant=accountant)
+    assert accountant.answer(delta=1e-5).is_guarantee
+
+
+@pytest.mark.parametrize("quantile", [0.3, 0.9, 1 / 3, 1 - 2**-40])
+@pytest.mark.parametrize("noise", [1e-6, 1.0, 30.0])
+def test_counts_of_neighbours_are_no_further_apart_than_is_charged(quantile, noise):
+    terms = {**QUANTILE, "quantile": quantile, "noise_multiplier": noise, "rounds": 1}
+    for norm in (0.0, 1e9):  # of the record that is added: below the threshold, or above
+        sampler, accountant = Noiseless(), lap2.Accountant()
+        for norms in (np.zeros(1000), np.append(np.zeros(1000), norm)):
+            lap2.clip_from_private_norms(norms, **terms, accountant=accountant, sampler=sampler)
+        (one, scale), (other, _) = sampler.given
+        charged = Fraction(accountant.ledger[0].mechanism.noise_multiplier)
+        assert charged * abs(Fraction(other) - Fraction(one)) <= Fraction(scale)
+        assert float(charged) == pytest.approx(noise, rel=2e-9 * (1 + noise))
+
+
+@given(
+    total=st.integers(1, 10**15),
+    share=st.floats(0, 1),
+    quantile=st.floats(1e-6, 1 - 1e-6),
+    is_below=st.booleans(),
+    log_grid=st.integers(-60, 10),
+)
+def test_counts_are_centred_exactly_however_many_there_are(
+    total, share, quantile, is_below, log_grid
+):
+    below, q, grid = int(share * total), Fraction(quantile), 2.0**log_grid
+    one = clip_search._centred(below, total, q, grid)
+    other = clip_search._centred(below + is_below, total + 1, q, grid)
+    assert abs(Fraction(one) - Fraction(other)) <= max(q, 1 - q) + Fraction(grid)
+    if abs(below - q * total) < 2**51 * Fraction(grid):
+        assert 0 <= below - q * total - Fraction(one) < Fraction(grid)
+
+
+def test_the_search_may_begin_with_any_range():
+    for low, high, truth in ((1e-300, 1e300, 1e200), (1e-3, 1e300, 1.0)):
+        clip = lap2.clip_from_private_norms(
+            np.full(1000, truth), quantile=0.5, low=low, high=high, noise_multiplier=1.0,
+            rounds=60, accountant=lap2.Accountant(),
+        )  # fmt: skip
+        assert clip == pytest.approx(truth, rel=1e-6)
+
+
+@pytest.mark.parametrize("norms", [[1.0, -0.123456789], ["1234x"]])
+def test_errors_show_no_norm(norms):
+    with pytest.raises((TypeError, ValueError), match="norms must be") as caught:
+        lap2.clip_from_private_norms(norms, **QUANTILE, accountant=lap2.Accountant())
+    assert not any(letter in str(caught.value) for letter in "123456789")
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
 def test_private_quantile_refuses_before_it_charges():
     accountant = lap2.Accountant()
-    good = {"quantile": 0.5, "low": 0.1, "high": 1.0, "noise_multiplier": 1.0, "rounds": 3}
+    good = QUANTILE
     for change in ({"quantile": 1.0}, {"high": 0.1}, {"rounds": 0}, {"noise_multiplier": 0.0}):
         with pytest.raises(ValueError, match="must be"):
             lap2.clip_from_private_norms([1.0], **{**good, **change}, accountant=accountant)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from lap2 import _validate
 from lap2.accountant import Accountant
 from lap2.calibration import CalibrationError, Target, calibrate_noise
+from lap2.ledger import Entry
 from lap2.mechanism import Laplace, SingleGroup
 
 if TYPE_CHECKING:
@@ -285,7 +287,8 @@ def clip_from_private_norms(
             what is charged.
 
     Formal guarantee:
-        What the accountant reports, if the sampler is a secure one.
+        What the accountant reports; of a sampler that is not secure it says that it is none. Counts
+        are integers, centred exactly, and rounded to a grid of which the sensitivity knows.
     """
     values = _norms(norms)
     q = _validate.open_probability("quantile", quantile)
@@ -298,15 +301,20 @@ def clip_from_private_norms(
 
     source = samplers.SecureLaplace() if sampler is None else sampler
     samplers.check_law(source, "laplace")
-    moves = max(q, 1 - q)
+    exact = Fraction(q)
+    moves = math.nextafter(float(max(exact, 1 - exact)), math.inf)
+    scale = noise * moves
+    grid = math.ldexp(1.0, math.frexp(scale)[1] - 31)
     charged = samplers.accounted_noise_multiplier(
-        source, scale=noise * moves, max_grad_norm=moves, size=1
+        source, scale=scale, max_grad_norm=moves + grid, size=1
     )
-    accountant.compose(Laplace(charged, 1), sampling_prob=1.0, steps=count)
+    kind = "secure" if source.is_secure else "ordinary"
+    accountant.enter(Entry(Laplace(charged, 1), 1.0, count, noise=kind))
     for _ in range(count):
-        threshold = math.sqrt(bottom * top)
-        centred = np.array([np.count_nonzero(values <= threshold) - q * values.size])
-        source.add(centred, noise * moves)
+        threshold = math.sqrt(bottom) * math.sqrt(top)
+        below = int(np.count_nonzero(values <= threshold))
+        centred = np.array([_centred(below, values.size, exact, grid)])
+        source.add(centred, scale)
         if centred[0] < 0:
             bottom = threshold
         else:
@@ -314,8 +322,21 @@ def clip_from_private_norms(
     return top
 
 
+def _centred(below: int, total: int, quantile: Fraction, grid: float) -> float:
+    """``below - quantile * total``, rounded down to the grid; nothing else is rounded.
+
+    What is more than 2^52 steps, and so far beyond the noise that only its sign matters, becomes
+    that: neighbours come no further apart by it.
+    """
+    steps = math.floor((below - quantile * total) / Fraction(grid))
+    return grid * max(-(2**52), min(steps, 2**52))
+
+
 def _norms(norms: ArrayLike) -> NDArray[np.float64]:
-    values = np.asarray(norms, dtype=np.float64).ravel()
+    try:
+        values = np.asarray(norms, dtype=np.float64).ravel()
+    except (TypeError, ValueError):
+        raise TypeError("norms must be numbers, got something else") from None
     if np.any(values < 0):
-        raise ValueError(f"norms must be at least 0, got {float(values.min())!r}")
+        raise ValueError("norms must be at least 0, got some below")  # which one is private
     return values

@@ -29,9 +29,9 @@ SMALL = {
         ("sampler", ["--noise", "torch"], 1),
         ("sampler", ["--control", "noise"], 1),
         ("mechanism", [], 0),
-        ("mechanism", ["--control", "layer", "--denoise", "auto"], 1),
+        ("mechanism", ["--control", "copies", "--release", "bits"], 1),
         ("run", [], 0),
-        ("run", ["--control", "sampling", "--denoise", "auto"], 1),
+        ("run", ["--control", "twins", "--release", "bits"], 1),
         ("claim", ["--bound", "published"], 1),
         ("claim", ["--bound", "exact"], 0),
     ],
@@ -45,7 +45,7 @@ def test_exit_code_is_the_verdict(command, extra, code):
     assert bool(answer["evidence"]) == bool(code)
     if command in {"mechanism", "run"} and not extra:
         names = {check["name"].split(":")[0] for check in answer["checks"]}
-        assert names == {"as it is", "denoised"}
+        assert names == {"bits", "values"}
 
 
 def test_words_for_people():
@@ -53,7 +53,7 @@ def test_words_for_people():
     assert result.exit_code == 1
     for words in ("violated", "epsilon", "0.319777 at delta 1e-05", "99.9%", "Clopper-Pearson"):
         assert words in result.output
-    checks = invoke("run", *SMALL["run"], "--control", "noise", "--denoise", "none")
+    checks = invoke("run", *SMALL["run"], "--control", "noise", "--release", "values")
     assert "noise scale of coordinate 3" in checks.output
 
 
@@ -64,7 +64,10 @@ def test_words_for_people():
         ["sampler", "--steps", "many"],
         ["mechanism", "--control", "everything"],
         ["mechanism", "--confidence", "1"],
-        ["mechanism", "--denoise", "some"],
+        ["mechanism", "--release", "some"],
+        ["mechanism", "--control", "copies"],
+        ["run", "--control", "twins", "--release", "values"],
+        ["sampler", "--control", "ledger"],
         ["run", "--confidence", "2"],
         ["run", "--width", "1"],
         ["claim", "--bound", "imagined"],

@@ -48,6 +48,14 @@ def test_a_run_leaves_everything_about_itself(tmp_path):
     assert list(weights) == list(mnist_cnn().state_dict())
 
 
+def test_a_run_that_is_judged_by_private_records_says_so(tmp_path):
+    recipe = load_recipe("digits", steps=2, batch_size=200, epsilon=8.0, holdout=300)
+    result = run.train(recipe, tmp_path, progress=False)
+    assert not result.statement.is_guarantee
+    (caveat,) = lap2.Accountant.load(tmp_path / "ledger.json").caveats
+    assert "held-out records were written as they are" in caveat
+
+
 def test_a_folder_with_a_ledger_is_not_overwritten(tmp_path):
     lap2.Accountant().save(tmp_path / "ledger.json")
     before = (tmp_path / "ledger.json").read_text()

@@ -36,8 +36,8 @@ from lap2.interop._opacus_step import rounding
 from lap2.interop.opacus import LaplaceAccountant, LaplaceDPOptimizer, PrivacyEngine
 from lap2.ledger import LedgerError
 from lap2.noise import EntropyError, SecureLaplace, SecureSigns
-from lap2.train import BookkeepingError
-from lap2.train.rotate import spread_size
+from lap2.signal import spread_size
+from lap2.train import BookkeepingError, CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 
@@ -1151,7 +1151,8 @@ def test_checkpoints_keep_the_ledger_and_run_no_code(tmp_path):
     train(copy, optimizer, loader)
     assert len(again.accountant) == 8
     with pytest.raises(RuntimeError, match="before the first step, got it after 8"):
-        again.load_checkpoint(path=path, module=copy)
+        again.load_checkpoint(path=path, module=copy, optimizer=optimizer)
+    again.close()
 
     saved = torch.load(path, weights_only=True)
     state = saved["privacy_accountant_state_dict"]
@@ -1162,10 +1163,10 @@ def test_checkpoints_keep_the_ledger_and_run_no_code(tmp_path):
          "Laplace steps only"),
     ):  # fmt: skip
         torch.save({**saved, "privacy_accountant_state_dict": {**state, "ledger": text}}, path)
-        fresh, copy, *_ = resumed()
+        fresh, copy, optimizer, _ = resumed()
         weight = copy._module.weight.clone()
         with pytest.raises(error, match=message):
-            fresh.load_checkpoint(path=path, module=copy)
+            fresh.load_checkpoint(path=path, module=copy, optimizer=optimizer)
         assert torch.equal(copy._module.weight, weight)
         assert len(fresh.accountant) == 0
     with pytest.raises(ValueError, match="must be one of the accountant 'lap2'"):
@@ -1178,6 +1179,58 @@ def test_checkpoints_keep_the_ledger_and_run_no_code(tmp_path):
     torch.save({**saved, "extra": Code()}, path)
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         fresh.load_checkpoint(path=path, module=copy)
+
+
+def test_the_ledger_travels_in_the_optimizers_state_and_cannot_be_replaced(tmp_path):
+    engine, model, optimizer, loader = private(nn.Linear(4, 3), data(8, 4), batch_size=2)
+    train(model, optimizer, loader)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    train(model, optimizer, loader)  # after it was saved
+    again, model, optimizer, loader = private(nn.Linear(4, 3), data(8, 4), batch_size=2)
+    state = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    with pytest.raises(CheckpointError, match="the run is held by process"):
+        optimizer.load_state_dict(state)
+    engine.close()
+    optimizer.load_state_dict(state)
+    assert len(again.accountant) == 8
+    train(model, optimizer, loader)
+    assert len(again.accountant) == 12
+    with pytest.raises(AttributeError, match="must not be replaced"):
+        again.accountant = LaplaceAccountant()
+    with pytest.raises(AttributeError):
+        again.accountant.inner = lap2.Accountant()
+    ordinary = torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1).state_dict()
+    _, _, optimizer, _ = private(nn.Linear(4, 3), data(8, 4), batch_size=2)
+    with pytest.raises(ValueError, match="must have the ledger of its run"):
+        optimizer.load_state_dict(ordinary)
+
+
+def test_a_checkpoint_is_loaded_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    engine, model, optimizer, loader = private(nn.Linear(4, 3), data(8, 4), batch_size=2)
+    train(model, optimizer, loader)
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    train(model, optimizer, loader)
+    again, other, optimizer, _ = private(nn.Linear(4, 3), data(8, 4), batch_size=2)
+    weight = other._module.weight.clone()
+    with pytest.raises(ValueError, match="optimizer must be given to go on with a run"):
+        again.load_checkpoint(path=path, module=other)
+    with pytest.raises(CheckpointError, match="the run is held by process"):
+        again.load_checkpoint(path=path, module=other, optimizer=optimizer)
+    assert torch.equal(other._module.weight, weight)
+    assert len(again.accountant) == 0
+    engine.close()
+    again.load_checkpoint(path=path, module=other, optimizer=optimizer)
+    assert len(again.accountant) == 8  # with the steps that followed
+    assert not torch.equal(other._module.weight, weight)
+
+    engine.save_checkpoint(path=path, module=model)
+    again, other, optimizer, _ = private(nn.Linear(4, 3), data(8, 4), batch_size=2)
+    with pytest.raises(ValueError, match="must hold the state of the optimizer"):
+        again.load_checkpoint(path=path, module=other, optimizer=optimizer)
+    unused = PrivacyEngine()  # to look at the model, and at what it cost
+    unused.load_checkpoint(path=path, module=other)
+    assert len(unused.accountant) == 8
 
 
 # Documents and examples

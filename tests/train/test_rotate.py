@@ -16,6 +16,7 @@ from lap2.train import rotate as module
 from lap2.train.rotate import gather, spread
 from lap2.train.rounding import _TURN, UNIT
 
+from ..fakegpu import DEVICE, FakeGpu
 from ..helpers import mp, real, whole
 
 SIZES = [1, 10, 31, 32, 100, 1000, 16_384, 26_010, 70_001, 600_000]
@@ -119,6 +120,28 @@ def test_in_pieces_it_is_the_same(monkeypatch):
     whole = spread([vector])
     monkeypatch.setattr(module, "_CHUNK", 5000)
     assert torch.allclose(spread([vector]), whole, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 1e-42, 1e42])
+def test_on_a_device_it_is_the_same_and_only_the_way_back_is_in_float32(dtype, scale, monkeypatch):
+    vector, back = torch.randn(70_001, dtype=torch.float64), torch.empty(70_001, dtype=dtype)
+    turned, seen, mixed = spread([vector]), [], module._mixed
+
+    def remember(part, matrices):
+        seen.append((part.dtype, matrices[0].dtype))
+        return mixed(part, matrices)
+
+    monkeypatch.setattr(module, "_mixed", remember)
+    with FakeGpu() as gpu:
+        released, there = spread([(vector * scale).to(DEVICE)]), back.to(DEVICE)
+        torch.testing.assert_close(released.cpu() / scale, turned, rtol=1e-12, atol=1e-12)
+        gpu.reads.clear()
+        gather(released, [there], factor=1 / scale)
+        assert not gpu.reads
+        torch.testing.assert_close(there.cpu(), vector.to(dtype), rtol=1e-5, atol=1e-5)
+    assert set(seen[: len(seen) // 2]) == {(torch.float64, torch.float64)}
+    assert set(seen[len(seen) // 2 :]) == {(dtype, dtype)}
 
 
 def test_tensors_of_any_layout_and_type_come_back_where_they_were():

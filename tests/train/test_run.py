@@ -338,6 +338,37 @@ def test_a_forged_checkpoint_is_refused_and_changes_nothing(tmp_path, name):
     train((engine, model, optimizer, loader), 1)  # the engine is as good as new
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"more": 1, "denoiser": {}},
+        {"last_epoch": 7, "denoiser": {}},
+        {"step": 1},
+        {"optimizer": "none"},
+        {3: 1},
+    ],
+)
+def test_a_forged_scheduler_is_refused_and_changes_nothing(tmp_path, change):
+    def scheduled():
+        made = make()
+        return made, torch.optim.lr_scheduler.StepLR(made[2], 3)
+
+    made, scheduler = scheduled()
+    made[0].save(tmp_path / "run.pt", scheduler=scheduler)
+    made[0].close()
+    state, change = read(tmp_path / "run.pt"), dict(change)
+    if "denoiser" in change:  # which is loaded after the scheduler
+        state["denoiser"] = change.pop("denoiser")
+    state["scheduler"].update(change)
+    write(tmp_path / "run.pt", state)
+    (engine, *_), scheduler = scheduled()
+    before = {**vars(scheduler)}
+    with pytest.raises(CheckpointError, match=r"run\.pt"):
+        engine.load(tmp_path / "run.pt", scheduler=scheduler)
+    assert vars(scheduler) == before
+    assert callable(scheduler.step)
+
+
 # Answers say no more than their entries
 
 

@@ -1,7 +1,7 @@
 """Canaries in a training run of lap2's engine: a side-car that leaves the model alone.
 
 A canary record asks for a gradient on an embedding row of its own and none on the model; a real
-record does the opposite. So canaries and real records share sampling, clipping, noise, denoising
+record does the opposite. So canaries and real records share sampling, clipping, noise, readout
 and ledger, and what a canary adds to the sum is known exactly for a correct run. What real records
 add to it is computed a second time, from each record by itself.
 """
@@ -25,6 +25,7 @@ from lap2.audit.result import Check
 from lap2.audit.run import CanaryScores, Correct, RunPlan
 from lap2.mechanism import Mechanism
 from lap2.train.engine import PrivacyEngine
+from lap2.train.readout import ReleaseName
 
 __all__ = ["CanaryModel", "step_of_a_run", "train_with_canaries"]
 
@@ -118,7 +119,7 @@ def train_with_canaries(
     steps: int = 50,
     noise_multiplier: float = 1.0,
     max_grad_norm: float = 1.0,
-    denoise: str | float = "auto",
+    release: ReleaseName = "bits",
     learning_rate: float = 0.1,
     fault: Fault | None = None,
     rng: np.random.Generator,
@@ -137,7 +138,7 @@ def train_with_canaries(
         steps: how many.
         noise_multiplier: b / C.
         max_grad_norm: the clip C.
-        denoise: as the engine takes it; "auto" is its default release.
+        release: "bits", as the engine by default, or "values".
         learning_rate: of plain SGD.
         fault: what to break, for a negative control. The claim stays that of a correct run.
         rng: throws the coins and simulates correct releases.
@@ -162,7 +163,7 @@ def train_with_canaries(
     observed = CanaryScores(plan, coins, rng=rng)
     real = _OneByOne(model, features, labels, max_grad_norm)
     module = CanaryModel(model, canaries=coins.size, width=width)
-    engine = PrivacyEngine(sampler=fault.sampler())
+    engine = PrivacyEngine(sampler=fault.sampler(release))
     realised_size = records if fault.ignores_sampling else batch_size
     _, optimizer, loader = engine.make_private(
         module=module,
@@ -170,7 +171,7 @@ def train_with_canaries(
         data_loader=DataLoader(data, batch_size=realised_size),
         noise_multiplier=noise_multiplier / fault.clip_factor,
         max_grad_norm=max_grad_norm * fault.clip_factor,
-        denoise=denoise,
+        release=release,
         rehearse=False,  # what each fetched batch releases is looked at
     )
     reference = Reference(engine, scale=plan.scale)
@@ -178,7 +179,7 @@ def train_with_canaries(
     pull = 10 * max_grad_norm / math.sqrt(width)
     while observed.steps < steps:
         for x, y, canary in loader:
-            divisor = float(realised_size)
+            divisor = reference.divisor
             if fault.realised_divisor:
                 divisor *= batch_size / max(1, size_of_sample(loader))
             optimizer.zero_grad()
@@ -200,7 +201,8 @@ def step_of_a_run(
     canaries: int,
     width: int,
     noise_multiplier: float,
-    denoise: str | float,
+    batch_size: int,
+    release: ReleaseName,
 ) -> Mechanism:
     """What a correct run of :func:`train_with_canaries` enters in its ledger for each step."""
     module = CanaryModel(copy.deepcopy(model), canaries=canaries, width=width)
@@ -208,10 +210,10 @@ def step_of_a_run(
     engine.make_private(
         module=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(torch.zeros(1))),
+        data_loader=DataLoader(TensorDataset(torch.zeros(batch_size)), batch_size=batch_size),
         noise_multiplier=noise_multiplier,
         max_grad_norm=1.0,
-        denoise=denoise,
+        release=release,
         rehearse=False,
     )
     return Reference(engine, scale=noise_multiplier).mechanism
@@ -231,7 +233,10 @@ def _correct(
         sampled = rng.random(len(gradients)) < plan.sampling_prob
         return module.coordinates(made(module.sums(canaries, sampled @ gradients)))
 
-    return Correct(release, plan.sampling_prob * gradients.sum(axis=0))
+    def numbers(canaries: np.ndarray, model: np.ndarray) -> dict[str, float]:
+        return reference.numbers(module.sums(canaries, model))
+
+    return Correct(release, plan.sampling_prob * gradients.sum(axis=0), numbers)
 
 
 def _length_check(

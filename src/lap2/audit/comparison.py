@@ -1,8 +1,8 @@
 """Steps against simulated correct ones, by ranks: tests that are exact whatever is compared.
 
-A denoised release has no closed form: its coordinates are turned, read out, added up and turned
-back, and depend on each other a little. But a correct one can be simulated, any number of times,
-from what is public. If what a step released has the law of the simulated releases, its rank among
+A release of bits has no closed form: what bits tell of turned coordinates is turned back, and
+depends on each other a little. But a correct one can be simulated, any number of times, from what
+is public. If what a step released has the law of the simulated releases, its rank among
 them is uniform, by any number that is computed of them all.
 """
 

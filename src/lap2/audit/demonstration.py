@@ -14,6 +14,7 @@ from lap2.audit.canaries import step_of_a_run, train_with_canaries
 from lap2.audit.controls import Fault
 from lap2.audit.result import Result
 from lap2.audit.run import audit_run
+from lap2.train.readout import ReleaseName
 
 __all__ = ["audit_demonstration_run"]
 
@@ -26,7 +27,7 @@ def audit_demonstration_run(
     records: int = 500,
     batch_size: int = 100,
     steps: int = 100,
-    denoise: str | float = "auto",
+    release: ReleaseName = "bits",
     delta: float = 1e-5,
     confidence: float = 0.999,
     fault: Fault | None = None,
@@ -44,7 +45,12 @@ def audit_demonstration_run(
     model = nn.Linear(8, 2)
     # Whatever is broken below, this is what is claimed.
     step = step_of_a_run(
-        model, canaries=canaries, width=width, noise_multiplier=noise_multiplier, denoise=denoise
+        model,
+        canaries=canaries,
+        width=width,
+        noise_multiplier=noise_multiplier,
+        batch_size=batch_size,
+        release=release,
     )
     observed, _ = train_with_canaries(
         model=model,
@@ -55,7 +61,7 @@ def audit_demonstration_run(
         batch_size=batch_size,
         steps=steps,
         noise_multiplier=noise_multiplier,
-        denoise=denoise,
+        release=release,
         fault=fault,
         rng=rng,
         progress=progress,

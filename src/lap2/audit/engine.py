@@ -1,7 +1,7 @@
-"""The mechanism audit of lap2's own engine: one private step, denoised or as it is.
+"""The mechanism audit of lap2's own engine: one private step, which releases bits or values.
 
-Where a step makes many independent trials, an event is counted. A denoised release of many
-coordinates is a single trial; it is compared with simulated correct ones.
+Where a step makes many independent trials, an event is counted. Bits of many coordinates are a
+single trial; they are compared with simulated correct ones.
 """
 
 # pyright: basic
@@ -15,11 +15,13 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lap2 import _validate
+from lap2.accountant import Accountant
 from lap2.audit.controls import Fault
 from lap2.audit.mechanism import Pair, audit_mechanism, audit_releases, canary_directions
 from lap2.audit.probe import OVERSIZE, EngineSetting, Probe
 from lap2.audit.result import Result, combined, judged
 from lap2.audit.run import CanaryScores, RunPlan
+from lap2.train.readout import ReleaseName
 
 __all__ = ["audit_engine", "releases_of_an_audit"]
 
@@ -28,34 +30,36 @@ __all__ = ["audit_engine", "releases_of_an_audit"]
 class _Sizes:
     """How much is done in one audit of the engine."""
 
-    settings: dict[str, tuple[int, float]]
-    """Dimension and sampling probability."""
+    settings: dict[str, tuple[int, float, int]]
+    """Dimension, sampling probability and copies."""
     trials: int
     steps: int
     compared: int = 40
 
     @classmethod
-    def of(cls, denoise: str | float, trials: int, steps: int) -> "_Sizes":
-        few = {"2 coordinates": (2, 1.0), "2 coordinates, sampled with probability 1/4": (2, 0.25)}
-        if denoise == "none":
-            return cls(few | {"64 coordinates": (64, 1.0)}, trials, steps)
-        # A release of many is read out as a whole, so that a step makes one trial or a few.
-        return cls(few, trials // 5, steps // 3)
+    def of(cls, release: ReleaseName, trials: int, steps: int) -> "_Sizes":
+        _validate.choice("release", release, ("bits", "values"))
+        sampled = "2 coordinates, sampled with probability 1/4"
+        few = {"2 coordinates": (2, 1.0, 1), sampled: (2, 0.25, 1)}
+        if release == "values":
+            return cls(few | {"64 coordinates": (64, 1.0, 1)}, trials, steps)
+        # Bits of many coordinates are turned back as a whole, so that a step makes a few trials.
+        return cls(few | {"2 coordinates, 2 copies": (2, 1.0, 2)}, trials // 5, steps // 3)
 
     @property
     def releases(self) -> int:
         return len(self.settings) * self.trials + self.steps + self.compared
 
 
-def releases_of_an_audit(*, denoise: str | float, trials: int, steps: int) -> int:
+def releases_of_an_audit(*, release: ReleaseName, trials: int, steps: int) -> int:
     """How many releases :func:`audit_engine` makes."""
-    return _Sizes.of(denoise, trials, steps).releases
+    return _Sizes.of(release, trials, steps).releases
 
 
 def audit_engine(
     *,
     noise_multiplier: float = 1.0,
-    denoise: str | float = "auto",
+    release: ReleaseName = "bits",
     trials: int = 200_000,
     steps: int = 4000,
     delta: float = 1e-5,
@@ -67,10 +71,11 @@ def audit_engine(
     """Audit one private step of lap2's engine in several settings.
 
     Few coordinates, where epsilon is closest to what an audit can reach; few, and a sampled step;
-    many coordinates, if they are released as they are; a batch with another record in it, where the
-    divisor must not tell; and many records in one release, compared with simulated correct ones,
-    which is how too little noise is seen in a denoised release of many coordinates. Canaries are
-    spread, sparse and random.
+    two copies of few coordinates, if bits are released, or else many; a batch with another record
+    in it, where the divisor must not tell; and many records in one release, compared with simulated
+    correct ones, which is how too little noise is seen in bits of many coordinates. Canaries are
+    spread, sparse and random; and spread with alternating signs, which coordinates that share a bit
+    do not hide.
 
     Formal guarantee:
         For a correct engine the verdict is "violated" with probability at most ``1 - confidence``,
@@ -79,11 +84,11 @@ def audit_engine(
 
     Args:
         noise_multiplier: b / C.
-        denoise: as the engine takes it; "auto" is its default release.
-        trials: releases in each setting of the first three kinds; a fifth if they are denoised,
-            which takes more time.
+        release: "bits", as the engine by default, or "values".
+        trials: releases in each setting of the first three kinds; a fifth for bits, which take more
+            time.
         steps: releases with another record, each a step of its own (about a millisecond); a third
-            if they are denoised.
+            for bits.
         delta: of the claims.
         confidence: of the verdict.
         fault: what to break, for a negative control.
@@ -93,12 +98,12 @@ def audit_engine(
     noise = _validate.positive("noise_multiplier", noise_multiplier)
     error = 1 - _validate.open_probability("confidence", confidence)
     _validate.open_probability("delta", delta)
-    sizes = _Sizes.of(denoise, trials, steps)
-    base = EngineSetting(noise, denoise=denoise, fault=fault or Fault())
+    sizes = _Sizes.of(release, trials, steps)
+    base = EngineSetting(noise, release=release, fault=fault or Fault())
     terms = _Terms(delta, 1 - error / (len(sizes.settings) + 2), rng, progress or (lambda _: None))
     results: dict[str, Result] = {}
-    for name, (dimension, prob) in sizes.settings.items():
-        setting = replace(base, sampling_prob=prob)
+    for name, (dimension, prob, copies) in sizes.settings.items():
+        setting = replace(base, sampling_prob=prob, copies=copies)
         results[name] = _count(setting, dimension, sizes.trials, terms)
     # Twice the noise: few trials refute a small claim sooner.
     loud = replace(base, noise_multiplier=2 * noise)
@@ -120,15 +125,16 @@ class _Terms:
 
 
 def _count(setting: EngineSetting, dimension: int, trials: int, terms: _Terms) -> Result:
-    """A record against none, in releases of few coordinates or plain ones."""
+    """A record against none, in releases whose rows are apart."""
 
     def draw(batch: Any, count: int) -> np.ndarray:
         return setting.rows(batch, count, dimension)
 
     directions = canary_directions(dimension, 1.0, terms.rng)
+    directions["alternating"] = directions["spread"] * (-1.0) ** np.arange(dimension)
     return audit_releases(
         draw,
-        [Pair(canary, None, direction, direction) for canary, direction in directions.items()],
+        [Pair(name, None, v, v, setting.score(v)) for name, v in directions.items()],
         claimed_epsilon=setting.claim(dimension, terms.delta),
         delta=terms.delta,
         trials=trials,
@@ -158,13 +164,16 @@ def _count_beside(setting: EngineSetting, steps: int, terms: _Terms) -> Result:
 
 def _compare(setting: EngineSetting, steps: int, terms: _Terms) -> Result:
     """Many records in every release, half of those there might be, against correct releases."""
-    setting = replace(setting, sampling_prob=0.5)
+    setting = replace(setting, sampling_prob=0.5, copies="auto")
     rows, width = 128, 64
     plan = RunPlan(width, setting.max_grad_norm, setting.scale, setting.sampling_prob, steps)
     there = np.arange(rows) % 2 == 0
     ids = torch.from_numpy(np.flatnonzero(there))
     wanted = torch.full((len(ids), width), OVERSIZE / width**0.5)
-    probe = Probe(setting, TensorDataset(ids, wanted), rows)
+    data = TensorDataset(ids, wanted)
+    probe = Probe(setting, data, rows)
+    step = Probe(replace(setting, fault=Fault()), data, rows).reference.mechanism
+    claim = Accountant().compose(step, sampling_prob=plan.sampling_prob)
     observed = CanaryScores(plan, there, rng=terms.rng)
     observed.checks.append(probe.length_check(terms.rng))
     for _ in range(steps):
@@ -176,7 +185,7 @@ def _compare(setting: EngineSetting, steps: int, terms: _Terms) -> Result:
         what=f"{steps} releases of {rows} rows, compared with correct ones",
         delta=terms.delta,
         confidence=terms.confidence,
-        claimed_epsilon=setting.claim(width, terms.delta),
+        claimed_epsilon=claim.get_epsilon(terms.delta),
         bounds=(),
         checks=observed.compared(),
         check_error=1 - terms.confidence,

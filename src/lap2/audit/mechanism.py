@@ -47,12 +47,15 @@ class Pair:
         without: the batch without the record.
         added: the same batch with it.
         shift: the record's clipped gradient if it is known; else the audit estimates it.
+        score: the log-likelihood ratio of releases with the record to those without, if it is
+            known; tried beside what the audit fits.
     """
 
     name: str
     without: Any
     added: Any
     shift: Floats | None = None
+    score: Score | None = None
 
 
 def canary_directions(
@@ -226,6 +229,8 @@ def _choose(source: _Source, pair: Pair, count: int, terms: _Terms) -> _Choice:
         np.concatenate(list(source.pieces(batch, pilot))) for batch in (pair.without, pair.added)
     )
     scores = _fit(without, added, pair.shift, terms.scale)
+    if pair.score is not None:
+        scores["likelihood ratio"] = pair.score
     functions = list(scores.values())
     of_without = source.scores(pair.without, count - pilot, functions)
     of_added = source.scores(pair.added, count - pilot, functions)

@@ -3,7 +3,7 @@
 Records are given any gradient one likes through an embedding: the loss of a record is the inner
 product of its row with the wanted gradient. If every record has a row of its own, one step of the
 engine makes many trials at once, because each record is sampled and clipped by itself and each
-coordinate has its own noise. They are independent if the readout leaves rows apart.
+coordinate has its own noise. They are independent if the basis of the noise leaves rows apart.
 """
 
 # pyright: basic
@@ -11,7 +11,6 @@ coordinate has its own noise. They are independent if the readout leaves rows ap
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,22 +19,21 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lap2.accountant import Accountant
+from lap2.audit.bits import likelihood_ratio
 from lap2.audit.controls import FAULTS, Fault
 from lap2.audit.reference import Reference, size_of_sample
 from lap2.audit.result import Check
 from lap2.audit.run import Correct
 from lap2.mechanism import Laplace, Mechanism
 from lap2.train.engine import PrivacyEngine
+from lap2.train.readout import Copies, ReleaseName
 
 __all__ = ["EngineSetting", "Probe"]
 
 OVERSIZE = 10.0
 """Records ask for a gradient this many clips long, so that clipping has something to do."""
-_TOGETHER = 12
-"""Trials of a denoised release in one step, whose few coordinates are not mixed."""
-_LEARNING = 11
-"""Steps before the one that is audited, in which the readout learns from releases of nothing; after
-so many it is content for a while, and reads all rows out alike."""
+_UNMIXED = 31
+"""Coordinates of a release of bits in one step that are not mixed with each other."""
 
 
 class _Layers(nn.Module):
@@ -76,14 +74,16 @@ class EngineSetting:
         noise_multiplier: b / C as claimed.
         max_grad_norm: the clip C as claimed.
         sampling_prob: as claimed.
-        denoise: as the engine takes it; "auto" is its default release.
+        release: "bits" or "values".
+        copies: of each coordinate, whose signs are released; "auto" as in the engine.
         fault: what is deliberately broken; nothing by default.
     """
 
     noise_multiplier: float
     max_grad_norm: float = 1.0
     sampling_prob: float = 1.0
-    denoise: str | float = "none"
+    release: ReleaseName = "values"
+    copies: Copies = 1
     fault: Fault = FAULTS["none"]
 
     @property
@@ -93,40 +93,52 @@ class EngineSetting:
 
     def claim(self, dimension: int, delta: float) -> float:
         """What the accountant says of a record whose gradient has ``dimension`` coordinates."""
-        if self._apart(dimension):
-            step: Mechanism = Laplace(self.noise_multiplier, dimension)
-        else:  # it has all coordinates there are
-            honest = replace(self, fault=Fault())
+        honest = replace(self, fault=Fault())
+        step: Mechanism = Laplace(self.noise_multiplier, dimension * self._times)
+        if not honest.are_apart(dimension):  # it has all coordinates there are
             step = Probe(honest, _records(None, 1, dimension), 1).reference.mechanism
         return Accountant().compose(step, sampling_prob=self.sampling_prob).get_epsilon(delta)
 
     def rows(self, batch: np.ndarray | None, count: int, dimension: int) -> np.ndarray:
         """Independent releases, ``count`` rows, of no record or of one with gradient ``batch``.
 
-        In truth steps on many records, each with a row of its own, or without a gradient. Denoised
-        releases are made a few at a time, or one by one if the readout would mix them, and all by
-        engines that have learnt the same from earlier releases: one step is audited, not what came
-        before.
+        In truth steps on many records, each with a row of its own, or without a gradient; of bits
+        on a few, or on one if their coordinates would be mixed.
         """
-        together = count
-        if self.denoise != "none":
-            together = _TOGETHER if self._apart(dimension) else 1
+        together = self._together(count, dimension)
         # One record alone could not be sampled with a small probability.
         blank = max(0, math.ceil(1 / self.sampling_prob) - together)
         probe = Probe(self, _records(batch, together, dimension, blank), together)
-        learnt = _learnt(self, min(together, _TOGETHER), dimension)
-        parts = [probe.after(learnt) for _ in range(0, count, together)]
+        parts = [probe.release() for _ in range(0, count, together)]
         return np.concatenate(parts)[:count]
 
-    def _apart(self, dimension: int) -> bool:
+    def score(self, shift: np.ndarray) -> Callable[[np.ndarray], np.ndarray] | None:
+        """The log-likelihood ratio of released rows, if these are what bits tell."""
+        if self.release == "values" or not self.are_apart(shift.size):
+            return None
+        return likelihood_ratio(shift, copies=self._times, scale=self.scale)
+
+    def are_apart(self, dimension: int) -> bool:
         """Whether rows of so many coordinates are released apart from each other."""
-        return self.denoise == "none" or _are_apart(replace(self, fault=Fault()), dimension)
+        together = self._together(2, dimension)
+        return Probe(self, _records(None, together, dimension), together).keeps_apart()
+
+    def _together(self, count: int, dimension: int) -> int:
+        """How many rows one step may release."""
+        return count if self.release == "values" else max(1, _UNMIXED // dimension)
+
+    @property
+    def _times(self) -> int:
+        if self.release == "values":
+            return 1
+        if self.copies == "auto":
+            raise ValueError("copies must be a number where rows are counted, got 'auto'")
+        return self.copies
 
     def step(self) -> Callable[[Tensor], np.ndarray]:
         """The engine as a callable: from the records' gradients, (records, n), to one release.
 
-        Each batch, known by its identity, has an engine of its own. All have learnt the same from
-        earlier releases.
+        Each batch, known by its identity, has an engine of its own.
         """
         engines: dict[int, tuple[Tensor, Probe]] = {}
 
@@ -134,7 +146,7 @@ class EngineSetting:
             if id(batch) not in engines:
                 data = TensorDataset(torch.zeros(len(batch), dtype=torch.int64), batch * OVERSIZE)
                 engines[id(batch)] = batch, Probe(self, data, 1, nominal=1)
-            return engines[id(batch)][1].after(_learnt(self, 1, batch.shape[1]))[0]
+            return engines[id(batch)][1].release()[0]
 
         return release
 
@@ -156,17 +168,18 @@ class Probe:
         fault, records = setting.fault, len(data)
         # Rounded down: a record is sampled no more often than is claimed.
         expected = max(1, math.floor(setting.sampling_prob * records))
-        self._batch_size = records if fault.ignores_sampling else expected
+        batch_size = records if fault.ignores_sampling else expected
         self._nominal = (nominal or expected) if fault.realised_divisor else None
         self.module = _Layers(rows, data.tensors[1].shape[1])
-        engine = PrivacyEngine(sampler=fault.sampler())
+        engine = PrivacyEngine(sampler=fault.sampler(setting.release))
         _, self._optimizer, self._loader = engine.make_private(
             module=self.module,
             optimizer=torch.optim.SGD(self.module.parameters(), lr=0.0),
-            data_loader=DataLoader(data, batch_size=self._batch_size),
+            data_loader=DataLoader(data, batch_size=batch_size),
             noise_multiplier=setting.noise_multiplier / fault.clip_factor,
             max_grad_norm=setting.max_grad_norm * fault.clip_factor,
-            denoise=setting.denoise,
+            release=setting.release,
+            copies=setting.copies if setting.release == "bits" else "auto",
             rehearse=False,  # what each fetched batch releases is looked at
         )
         self.reference = Reference(engine, scale=setting.scale)
@@ -181,22 +194,19 @@ class Probe:
         (self.module(ids) * wanted).sum(dim=1).mean().backward()
         self._optimizer.step()
         noisy = self.module.rows({p: p.grad for p in self.module.parameters()})
-        return noisy.numpy().astype(np.float64) * (self._batch_size * factor)
-
-    def after(self, learnt: object) -> np.ndarray:
-        """One step of an engine that has learnt this from earlier ones."""
-        self.reference.forget(learnt)
-        return self.release()
+        return noisy.double().numpy() * (self.reference.divisor * factor)
 
     def correct(self, rng: np.random.Generator) -> Correct:
         """What a correct step would do next."""
         made = self.reference.now(rng)
 
         def release(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            rows = self.module.rows(made(self.module.sums(sums)))
-            return rows.numpy().astype(np.float64), np.zeros(0)
+            return self.module.rows(made(self.module.sums(sums))).numpy(), np.zeros(0)
 
-        return Correct(release)
+        def numbers(rows: np.ndarray, _model: np.ndarray) -> dict[str, float]:
+            return self.reference.numbers(self.module.sums(rows))
+
+        return Correct(release, numbers=numbers)
 
     def length_check(self, rng: np.random.Generator) -> Check:
         """Whether noise is added to sums that are as long as what was clipped."""
@@ -205,20 +215,12 @@ class Probe:
         sums = {"a record": one, "a random direction": rng.standard_normal(self.module.shape)}
         return self.reference.length_check({k: self.module.sums(v) for k, v in sums.items()})
 
-    def keeps_apart(self, learnt: object) -> bool:
-        """Whether rows are released as so many coordinates each, independently of each other."""
-        self.reference.forget(learnt)
+    def keeps_apart(self) -> bool:
+        """Whether rows are made noisy as so many coordinates each, apart from each other."""
         one, others = np.zeros(self.module.shape), np.ones(self.module.shape)
         one[0], others[0] = 1.0, 0.0
         first, second = (self.reference.footprint(self.module.sums(part)) for part in (one, others))
-        if first & second or len(first) != self.module.shape[1]:
-            return False
-        # The same noise, and another sum in the first row.
-        alone, together = (
-            self.module.rows(self.reference.now(np.random.default_rng(0))(self.module.sums(part)))
-            for part in (others, one + others)
-        )
-        return alone[1:].equal(together[1:])
+        return not first & second and len(first) == self.module.shape[1]
 
 
 def _records(batch: np.ndarray | None, count: int, dimension: int, blank: int = 0) -> TensorDataset:
@@ -227,18 +229,3 @@ def _records(batch: np.ndarray | None, count: int, dimension: int, blank: int = 
     wanted[:count] = 0.0 if batch is None else batch * OVERSIZE
     rows = torch.arange(count + blank) * (torch.arange(count + blank) < count)
     return TensorDataset(rows, torch.from_numpy(wanted).float())
-
-
-@lru_cache(maxsize=16)
-def _learnt(setting: EngineSetting, rows: int, dimension: int) -> object:
-    """What an engine has learnt from releases of nothing."""
-    probe = Probe(setting, _records(None, rows, dimension), rows)
-    for _ in range(_LEARNING):
-        probe.release()
-    return probe.reference.learnt()
-
-
-@lru_cache(maxsize=16)
-def _are_apart(setting: EngineSetting, dimension: int) -> bool:
-    probe = Probe(setting, _records(None, _TOGETHER, dimension), _TOGETHER)
-    return probe.keeps_apart(_learnt(setting, _TOGETHER, dimension))

@@ -1,23 +1,26 @@
 """What a correct release looks like: an engine's own public readout, with noise of the auditor's.
 
-A release is a sum that is laid out for noise (turned into another basis, each coordinate perhaps
-repeated), made noisy, and read out (denoised, added up, turned back). All of it but the sum and the
-noise is public and is taken from the engine, what it has learnt from earlier releases included; the
-sum is the auditor's, and the noise is ideal. Whatever audits know of an engine's insides is here.
+A release is a sum that is laid out for noise (turned into another basis), made noisy or replaced by
+what bits tell of it, and turned back. All of it but the sum and the noise is public and is taken
+from the engine; the sum is the auditor's, and noise or bits are ideal. Whatever audits know of an
+engine's insides is here.
 """
 
 # pyright: basic
 
-import copy
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lap2.audit.bits import IdealNoise, counts_of, repetition, wholeness
 from lap2.audit.result import Check
 from lap2.mechanism import Mechanism
+from lap2.signal import block_size
+from lap2.train.distributed import World
 from lap2.train.engine import PrivacyEngine
 from lap2.train.poisson import PoissonLoader
 
@@ -46,32 +49,47 @@ class Reference:
         """What the engine enters in its ledger for a step."""
         return self._step.run.step.mechanism
 
-    def learnt(self) -> object:
-        """What the readout has learnt from the releases so far."""
-        return copy.deepcopy(self._step.denoiser)
-
-    def forget(self, learnt: object) -> None:
-        """Let the engine's next release be read out as if this were all that was learnt."""
-        self._step.denoiser = copy.deepcopy(learnt)  # type: ignore[assignment]
+    @property
+    def divisor(self) -> float:
+        """What the engine divides its sums by."""
+        return self._step.divisor
 
     def now(self, rng: np.random.Generator) -> Callable[[Sums], dict[Tensor, Tensor]]:
-        """A function that makes correct releases of the engine's *next* step, from exact sums.
+        """A function that makes correct releases of the engine's steps, from exact sums.
 
         Each call is a release of its own. Parameters that are not given have the sum zero.
 
         Args:
-            rng: of the noise.
+            rng: of the noise or the bits.
         """
-        learnt = self.learnt()
+        readout = replace(self._plan.readout, noise=IdealNoise(rng))
 
         def release(sums: Sums) -> dict[Tensor, Tensor]:
             noisy = self._laid_out(sums)
-            for part in noisy:
-                part.add_(self._noise(part, rng))
-            copy.deepcopy(learnt)(noisy, self._scale)  # type: ignore[operator]
-            return dict(zip(self._plan.params, self._plan.restore(noisy, 1.0), strict=True))
+            readout.release_from(noisy, self._plan.copies, self._scale, World())
+            # Rounded as the engine's means are, so that equal releases are equal numbers.
+            means = self._plan.restore(noisy, 1 / self.divisor)
+            released = (mean.double() * self.divisor for mean in means)
+            return dict(zip(self._plan.params, released, strict=True))
 
         return release
+
+    def numbers(self, released: Sums) -> dict[str, float]:
+        """What a release is compared by, of what it was where it was made noisy.
+
+        What is not given, and what fills up a vector there and is lost when that is turned back,
+        counts as zero: then counts are not quite whole.
+        """
+        noisy = [part.double().flatten().numpy() for part in self._laid_out(released)]
+        found = {"coordinates that are alike": repetition(np.concatenate(noisy))}
+        if self._plan.readout.release == "bits":
+            groups = zip(noisy, self._plan.copies, self._plan.groups, strict=True)
+            for number, (part, copies, group) in enumerate(groups):
+                block = block_size(sum(param.numel() for param in group))
+                mixed = part.reshape(block, -1) if block > 1 else part[:, None]
+                name = f"bits counted in group {number}" if number else "bits counted"
+                found[name] = wholeness(counts_of(mixed, copies=copies, scale=self._scale))
+        return found
 
     def length_check(self, sums: Mapping[str, Sums]) -> Check:
         """Whether sums are as long where noise is added as they are where they are clipped.
@@ -105,11 +123,6 @@ class Reference:
         for param, total in sums.items():
             parts[param].copy_(total)
         return self._plan.prepare(room)
-
-    def _noise(self, like: Tensor, rng: np.random.Generator) -> Tensor:
-        """Laplace noise: the difference of two exponential variates of NumPy's."""
-        first, second = rng.standard_exponential((2, *like.shape), dtype=np.float32)
-        return torch.from_numpy(self._scale * (first - second))
 
 
 def size_of_sample(loader: object) -> int:

@@ -9,7 +9,7 @@ comparison sees a wrong scale, clip or sampling rate long before the guesses ref
 # pyright: basic
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,8 +69,10 @@ class RunPlan:
         """Scores of each canary in one step, larger where it seems to be in the sample.
 
         Both are log-likelihood ratios of a step that samples the canary with the claimed
-        probability to a step without it: of Laplace noise, the best there is for a release that is
-        left as it is, and of normal noise with the given variance, good for many denoised ones.
+        probability to a step without it: of Laplace noise, the best there is for values, and of
+        normal noise with the given variance. For bits that is the best there is: many have a share
+        in each coordinate, each counts its log-odds, and these are as small as a record's share in
+        a bit, and so linear.
 
         Args:
             released: (canaries, width).
@@ -96,10 +98,12 @@ class Correct:
             them, and of the model's own coordinates, if there are any. Each call is a new release,
             with its own sample of real records and its own noise.
         expected: the mean sum on the model's own coordinates.
+        numbers: from one release to further numbers that releases are to be compared by.
     """
 
     release: Callable[[Floats], tuple[Floats, Floats]]
     expected: Floats = field(default_factory=lambda: np.zeros(0))
+    numbers: Callable[[Floats, Floats], Mapping[str, float]] = lambda _canaries, _model: {}
 
     @classmethod
     def plain(cls, plan: RunPlan, rng: np.random.Generator) -> "Correct":
@@ -192,12 +196,12 @@ class CanaryScores:
         for totals in self._correct:
             canaries, beside = correct.release(self.plan.sums(self.included, self._rng))
             totals.add(canaries, variance)
-            simulated.append(self._numbers(canaries, beside, correct.expected))
-        self._comparison.add(self._numbers(released, model, correct.expected), simulated)
+            simulated.append(self._numbers(canaries, beside, correct))
+        self._comparison.add(self._numbers(released, model, correct), simulated)
         self.total += released
         self.steps += 1
 
-    def _numbers(self, released: Floats, model: Floats, expected: Floats) -> dict[str, float]:
+    def _numbers(self, released: Floats, model: Floats, correct: Correct) -> dict[str, float]:
         """What a step's release is compared by."""
         coins, size, along = self.included, np.abs(released), _along(released)
         numbers = {
@@ -212,11 +216,12 @@ class CanaryScores:
             for columns in np.array_split(np.arange(self.plan.width), _BLOCKS)
             if columns.size
         }
-        if expected.size:
+        if correct.expected.size:
             numbers |= {
-                "real records, along their mean": float(model @ expected),
+                "real records, along their mean": float(model @ correct.expected),
                 "real records, size": float(model @ model),
             }
+        numbers |= correct.numbers(released, model)
         return {name: float(value) for name, value in numbers.items()}
 
     def compared(self) -> tuple[Check, ...]:

@@ -23,7 +23,9 @@ from lap2.cli.show import print_json
 if TYPE_CHECKING:
     import numpy as np
 
+    from lap2.audit.controls import Fault
     from lap2.audit.result import Result
+    from lap2.train.readout import ReleaseName
 
 app = typer.Typer(
     help="Try to prove an epsilon wrong. Exit code 1: it is; 0: not shown to be; 2: bad input.",
@@ -33,12 +35,10 @@ app = typer.Typer(
 )
 
 _SAMPLERS = ("secure", "reproducible", "torch", "numpy")
-_CONTROLS = ("none", "noise", "clip", "layer", "sampling", "divisor", "float32", "repeat")
-_RELEASES = {
-    "both": {"as it is": "none", "denoised": "auto"},
-    "none": {"as it is": "none"},
-    "auto": {"denoised": "auto"},
-}
+_CONTROLS = (
+    *("none", "noise", "clip", "layer", "sampling", "divisor", "float32", "repeat", "shared"),
+    *("copies", "ledger", "whole", "twins"),
+)
 
 NoiseMultiplier = Annotated[float, number("b / C: Laplace scale over the clip.")]
 Delta = Annotated[float, number("Of the claim, strictly between 0 and 1.")]
@@ -47,15 +47,17 @@ Trials = Annotated[int, integer("Releases, of both neighbours together.")]
 Control = Annotated[
     str,
     typer.Option(
-        "--control", help=f"Negative control: break this on purpose; {', '.join(_CONTROLS)}."
+        "--control",
+        help=f"Negative control: break this on purpose; {', '.join(_CONTROLS)}. The last four are "
+        "of bits alone.",
     ),
 ]
-Denoise = Annotated[
+Release = Annotated[
     str,
     typer.Option(
-        "--denoise",
-        help="The release to audit: auto (the engine's default), none (noisy sums as they are), "
-        "or both, one after the other.",
+        "--release",
+        help="What to audit the release of: bits (the engine's default), values, or both, one "
+        "after the other.",
     ),
 ]
 Seed = Annotated[
@@ -84,7 +86,7 @@ def sampler(
     from lap2.audit.sampler import audit_sampler  # noqa: PLC0415
 
     fault = FAULTS[_one_of("--control", control, _CONTROLS)]
-    source = fault.sampler(_sampler(noise, seed))
+    source = input_checked(lambda: fault.sampler("values", _sampler(noise, seed)))
     with _progress("drawing", size * steps, as_json) as advance:
         result = input_checked(
             lambda: audit_sampler(
@@ -107,7 +109,7 @@ def mechanism(
     noise_multiplier: NoiseMultiplier = 1.0,
     trials: Trials = 200_000,
     steps: Annotated[int, integer("Single steps in the setting with another record.")] = 4000,
-    denoise: Denoise = "both",
+    release: Release = "both",
     delta: Delta = 1e-5,
     confidence: Confidence = 0.999,
     control: Control = "none",
@@ -119,10 +121,8 @@ def mechanism(
     from lap2.audit.engine import audit_engine, releases_of_an_audit  # noqa: PLC0415 - needs torch
 
     fault = FAULTS[_one_of("--control", control, _CONTROLS)]
-    releases = _RELEASES[_one_of("--denoise", denoise, tuple(_RELEASES))]
-    work = [
-        releases_of_an_audit(denoise=kind, trials=trials, steps=steps) for kind in releases.values()
-    ]
+    releases = _releases(release, fault)
+    work = [releases_of_an_audit(release=kind, trials=trials, steps=steps) for kind in releases]
     rng = _rng(seed)
     with _progress("releasing", sum(work), as_json) as advance:
         result = _audit_each(
@@ -130,7 +130,7 @@ def mechanism(
             confidence,
             lambda kind, share: audit_engine(
                 noise_multiplier=noise_multiplier,
-                denoise=kind,
+                release=kind,
                 trials=trials,
                 steps=steps,
                 delta=delta,
@@ -152,7 +152,7 @@ def run(
     records: Annotated[int, integer("Real records beside the canaries (synthetic).")] = 500,
     batch_size: Annotated[int, integer("Expected number of records in a step.")] = 100,
     steps: Annotated[int, integer("Steps of the run.")] = 100,
-    denoise: Denoise = "both",
+    release: Release = "both",
     delta: Delta = 1e-5,
     confidence: Confidence = 0.999,
     control: Control = "none",
@@ -164,7 +164,7 @@ def run(
     from lap2.audit.demonstration import audit_demonstration_run  # noqa: PLC0415
 
     fault = FAULTS[_one_of("--control", control, _CONTROLS)]
-    releases = _RELEASES[_one_of("--denoise", denoise, tuple(_RELEASES))]
+    releases = _releases(release, fault)
     rng = _rng(seed)
     with _progress("training", len(releases) * steps, as_json) as advance:
         result = _audit_each(
@@ -177,7 +177,7 @@ def run(
                 records=records,
                 batch_size=batch_size,
                 steps=steps,
-                denoise=kind,
+                release=kind,
                 delta=delta,
                 confidence=share,
                 fault=fault,
@@ -225,15 +225,25 @@ def claim(
     _conclude(result, as_json)
 
 
+def _releases(release: str, fault: "Fault") -> tuple["ReleaseName", ...]:
+    """The kinds of release to audit."""
+    chosen = _one_of("--release", release, ("both", "bits", "values"))
+    if fault.is_of_bits and chosen != "bits":
+        raise typer.BadParameter(f"--release must be bits for a control of bits, got {chosen!r}")
+    return tuple(kind for kind in ("bits", "values") if chosen in {kind, "both"})
+
+
 def _audit_each(
-    releases: dict[str, str], confidence: float, audit: Callable[[str, float], "Result"]
+    releases: tuple["ReleaseName", ...],
+    confidence: float,
+    audit: Callable[["ReleaseName", float], "Result"],
 ) -> "Result":
     """One verdict on several kinds of release, whose audits share the error probability."""
     from lap2.audit.result import combined  # noqa: PLC0415
 
     error = 1 - input_checked(lambda: _validate.open_probability("confidence", confidence))
     share = 1 - error / len(releases)
-    results = {name: input_checked(partial(audit, kind, share)) for name, kind in releases.items()}
+    results = {str(kind): input_checked(partial(audit, kind, share)) for kind in releases}
     if len(results) == 1:
         return next(iter(results.values()))
     return combined(results, what=f"{len(results)} kinds of release", confidence=confidence)

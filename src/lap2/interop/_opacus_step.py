@@ -135,6 +135,10 @@ class LaplaceAccountant(IAccountant):
         Raises:
             LedgerError: the ledger was corrupted or edited.
         """
+        self.inner.include(self.read_state_dict(state_dict))
+
+    def read_state_dict(self, state_dict: Mapping[str, Any]) -> tuple[Entry, ...]:
+        """What :meth:`load_state_dict` would take over; nothing is changed."""
         if len(self):
             raise RuntimeError(
                 f"state_dict must be loaded before the first step, got it after {len(self)}: what "
@@ -146,7 +150,7 @@ class LaplaceAccountant(IAccountant):
         for entry in inner.ledger:
             if not isinstance(entry.mechanism, Laplace):
                 raise ValueError(f"ledger must hold Laplace steps only, got {entry.mechanism!r}")
-        self.inner.include(inner.ledger)
+        return inner.ledger
 
 
 class LaplaceDPOptimizer(DPOptimizer):

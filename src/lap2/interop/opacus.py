@@ -8,6 +8,7 @@ lap2's. docs/opacus.md says what is refused, and why.
 # pyright: basic, reportAttributeAccessIssue=false
 # (Opacus hangs its results on parameters, as attributes torch does not know.)
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -304,19 +305,40 @@ class PrivacyEngine(OpacusPrivacyEngine):
     ) -> dict[str, Any]:
         """Opacus's ``load_checkpoint``, without running code that the file may hold.
 
+        Everything is loaded, or nothing. To go on with a run, give the optimizer here and to
+        ``save_checkpoint``: its state knows where the run stands.
+
         Raises:
-            LedgerError: the ledger was corrupted or edited; then nothing is loaded.
+            LedgerError: the ledger was corrupted or edited.
+            CheckpointError: another process holds the run, or its journal is not there.
+            ValueError: the checkpoint, or the call, lacks something.
         """
         checkpoint = torch.load(path, weights_only=True, **(torch_load_kwargs or {}))
-        self.accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
-        module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
-        for name, target in (
-            ("optimizer", optimizer),
-            ("noise_scheduler", noise_scheduler),
-            ("grad_clip_scheduler", grad_clip_scheduler),
-        ):
-            if target is not None:
-                target.load_state_dict(checkpoint[f"{name}_state_dict"])
+        parts: list[tuple[str, Any, dict[str, Any]]] = [
+            ("module", module, module_load_dict_kwargs or {}),
+            ("noise_scheduler", noise_scheduler, {}),
+            ("grad_clip_scheduler", grad_clip_scheduler, {}),
+        ]
+        parts = [part for part in parts if part[1] is not None]
+        _refuse_unless(
+            (optimizer is not None or not self._used, "optimizer must be given to go on with a "
+             "run, got none: its state knows where the run stands"),
+            *((f"{name}_state_dict" in checkpoint, f"{path} must hold the state of the {name}, got "
+               "none: was it given to save_checkpoint?")
+              for name in [name for name, *_ in parts] + ["optimizer"] * (optimizer is not None)),
+        )  # fmt: skip
+        ledger = self.accountant.read_state_dict(checkpoint["privacy_accountant_state_dict"])
+        before = [(part, copy.deepcopy(part.state_dict()), options) for _, part, options in parts]
+        try:
+            for name, part, options in parts:
+                part.load_state_dict(checkpoint[f"{name}_state_dict"], **options)
+            if optimizer is not None:
+                optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
+        except BaseException:
+            for part, state, options in before:
+                part.load_state_dict(state, **options)
+            raise
+        self.accountant.inner.include(ledger)
         return checkpoint
 
     def _prepare_data_loader(

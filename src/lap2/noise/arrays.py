@@ -10,7 +10,16 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Flat", "Floats", "Segment", "finite_range", "flat_parts", "for_each", "segments"]
+__all__ = [
+    "Flat",
+    "Floats",
+    "Segment",
+    "TorchRun",
+    "finite_range",
+    "flat_parts",
+    "for_each",
+    "segments",
+]
 
 Floats = NDArray[np.float64] | NDArray[np.float32]
 _DIRECT = (np.dtype(np.float32), np.dtype(np.float64))
@@ -22,6 +31,11 @@ class Flat(Protocol):
     @property
     def size(self) -> int:
         """Number of coordinates."""
+        ...
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is outside the CPU's memory: then it is a :class:`TorchRun`."""
         ...
 
     def chunks(self, length: int, start: int, stop: int, *, write: bool) -> Generator[Floats]:
@@ -122,6 +136,8 @@ def _numpy_run(array: NDArray[Any]) -> Flat:
 
 
 class _NumpyRun:
+    is_elsewhere = False
+
     def __init__(self, array: NDArray[Any]) -> None:
         self._array = array
         # Native 32 and 64-bit numbers are changed where they are; others go through a copy.
@@ -156,39 +172,50 @@ def _torch_run(tensor: Any, torch: Any) -> Flat:
         )
     _refuse_overlap(tensor.stride(), tensor.shape)
     ordered = tensor.permute(_outermost_first(tensor.stride()))
-    return _TorchRun(ordered.view(-1) if ordered.is_contiguous() else tensor, torch)
+    return TorchRun(ordered.view(-1) if ordered.is_contiguous() else tensor, torch)
 
 
-class _TorchRun:
+class TorchRun:
     """A tensor whose numbers NumPy does not have, or cannot reach."""
 
     def __init__(self, tensor: Any, torch: Any) -> None:
+        """Keep the tensor, whose coordinates are in order in memory if it has one dimension."""
         self._tensor, self._torch = tensor, torch
+        self.dtype, self.device = tensor.dtype, tensor.device
 
     @property
     def size(self) -> int:
+        """See :class:`Flat`."""
         return self._tensor.numel()
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """See :class:`Flat`."""
+        return not self._tensor.is_cpu
+
     def chunks(self, length: int, start: int, stop: int, *, write: bool) -> Generator[Floats]:
-        limits = self._torch.finfo(self._tensor.dtype)
+        """See :class:`Flat`."""
+        limits = self._torch.finfo(self.dtype)
         for first in range(start, stop, length):
-            place = slice(first, min(stop, first + length))
-            copy: Any = self._read(place).cpu().to(self._torch.float64).numpy()
+            last = min(stop, first + length)
+            copy: Any = self.read(first, last).cpu().to(self._torch.float64).numpy()
             yield copy
             if write:
                 clipped = self._torch.from_numpy(np.clip(copy, limits.min, limits.max))
-                self._write(place, clipped.to(self._tensor.dtype).to(self._tensor.device))
+                self.write(first, last, clipped.to(self.dtype).to(self.device))
 
-    def _read(self, place: slice) -> Any:
+    def read(self, start: int, stop: int) -> Any:
+        """A range of coordinates, where they are; not to be written to."""
         if self._tensor.dim() == 1:
-            return self._tensor[place]
-        return self._tensor.take(self._indices(place))
+            return self._tensor[start:stop]
+        return self._tensor.take(self._indices(start, stop))
 
-    def _write(self, place: slice, piece: Any) -> None:
+    def write(self, start: int, stop: int, piece: Any) -> None:
+        """Replace a range of coordinates by others of their type."""
         if self._tensor.dim() == 1:
-            self._tensor[place] = piece
+            self._tensor[start:stop] = piece
         else:
-            self._tensor.put_(self._indices(place), piece)
+            self._tensor.put_(self._indices(start, stop), piece)
 
-    def _indices(self, place: slice) -> Any:
-        return self._torch.arange(place.start, place.stop, device=self._tensor.device)
+    def _indices(self, start: int, stop: int) -> Any:
+        return self._torch.arange(start, stop, device=self.device)

@@ -16,6 +16,8 @@ __all__ = ["AesStream", "ChaChaStream", "EntropyError", "KeyStream", "new_key"]
 
 _FURTHER, _ENDLESS = 1 << 126, 1 << 127
 """Where in AES's counter the bits that a position may need besides begin, far behind all others."""
+_SPAN = 64 << 32
+"""Bytes of ChaCha20 until the lower half of its counter begins again."""
 
 
 class EntropyError(RuntimeError):
@@ -36,7 +38,10 @@ class KeyStream(Protocol):
     """The bits of one key."""
 
     def reader(self, byte: int) -> Any:
-        """A cipher that turns zeros into the stream from this byte on."""
+        """What turns zeros into the stream from this byte on, with ``update_into(zeros, room)``.
+
+        The room has 63 bytes more than the zeros.
+        """
         ...
 
     def further(self, positions: Iterable[int]) -> NDArray[np.uint64]:
@@ -93,13 +98,11 @@ class ChaChaStream:
 
     def __init__(self, key: bytes) -> None:
         """Keep the key."""
-        self._key = key
+        self.key = key
 
     def reader(self, byte: int) -> Any:
         """See :class:`KeyStream`."""
-        stream = self._from_block(byte // 64, use=0)
-        stream.update(bytes(byte % 64))
-        return stream
+        return _ChaChaReader(self._from_block, byte)
 
     def further(self, positions: Iterable[int]) -> NDArray[np.uint64]:
         """See :class:`KeyStream`."""
@@ -120,4 +123,27 @@ class ChaChaStream:
 
     def _from_block(self, number: int, *, use: int) -> Any:
         nonce = number.to_bytes(8, "little") + use.to_bytes(8, "little")
-        return Cipher(algorithms.ChaCha20(self._key, nonce), mode=None).encryptor()
+        return Cipher(algorithms.ChaCha20(self.key, nonce), mode=None).encryptor()
+
+
+class _ChaChaReader:
+    """Carries into the upper half of the blocks' numbers, where `cryptography` would refuse to."""
+
+    def __init__(self, from_block: Callable[..., Any], byte: int) -> None:
+        self._from_block, self._place = from_block, byte
+        self._cipher = self._begin()
+
+    def update_into(self, data: memoryview, room: bytearray) -> None:
+        """Data as many bytes on, written to the beginning of the room."""
+        done, space = 0, memoryview(room)
+        while done < len(data):
+            size = min(len(data) - done, _SPAN - self._place % _SPAN)
+            self._cipher.update_into(data[done : done + size], space[done:])
+            done, self._place = done + size, self._place + size
+            if self._place % _SPAN == 0:
+                self._cipher = self._begin()
+
+    def _begin(self) -> Any:
+        cipher = self._from_block(self._place // 64, use=0)
+        cipher.update(bytes(self._place % 64))
+        return cipher

@@ -103,7 +103,8 @@ class ReproducibleSigns(_ReproducibleNoise):
         inverse = 1 / (check_scale(scale) * math.sqrt(self.copies))
         for segment in check_finite(array, _CHUNK, signs_numpy)[0]:
             for values in segment.chunks(_CHUNK, write=True):
-                flips = np.exp(-np.abs(values * inverse)) / 2
+                with np.errstate(over="ignore"):
+                    flips = np.exp(-np.abs(values.astype(np.float64) * inverse)) / 2
                 counts = self._rng.binomial(self.copies, np.where(values >= 0, 1 - flips, flips))
                 exact = estimates(counts, copies=self.copies, scale=scale)
                 values[:] = np.clip(exact, *finite_range(values.dtype))

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from lap2 import _validate
 from lap2.noise import signs_numpy
-from lap2.noise.arrays import Floats, Segment, flat_parts, for_each, segments
+from lap2.noise.arrays import Floats, Segment, finite_range, flat_parts, for_each, segments
 from lap2.noise.grid import check_scale, refuse_pickling
-from lap2.noise.keystream import AesStream, KeyStream, new_key
+from lap2.noise.keystream import AesStream, ChaChaStream, KeyStream, new_key
 from lap2.noise.signs_numpy import Counts, Words
 
 __all__ = ["SecureSigns", "check_copies", "check_finite", "estimates", "flips", "pack", "unpack"]
@@ -30,6 +30,7 @@ _BITS = 1 << 16
 _SEGMENT = 1 << 20
 """Bits decided by one thread at a time."""
 _MOST_COPIES = 1 << 24
+_INFINITE = "array must be finite, got a coordinate that is not"
 _ERROR = 2.0**-24
 """More than thresholds in float64, of at most 2^15, err by."""
 _MANY = 256
@@ -51,7 +52,8 @@ class Kernel(Protocol):
 class SecureSigns:
     """Signs of Laplace-noised coordinates, each exact, from the operating system's entropy.
 
-    Every call draws a new 256-bit key, expands it with AES in counter mode, and forgets it. A bit
+    Every call draws a new 256-bit key, expands it with AES in counter mode, or with ChaCha20 where
+    a tensor is on another device than the CPU, whose bits are drawn there, and forgets it. A bit
     is decided by the first 16 bits of its uniform variate where a certified enclosure of its
     probability allows, which is nearly always; else by 64 more, and else in arbitrary precision.
 
@@ -59,7 +61,7 @@ class SecureSigns:
         What is released is a function of ``S + Laplace(scale)`` with ideal noise, where S holds
         each coordinate, as it stands in float64, ``copies`` times over ``sqrt(copies)``. Accounting
         for noise multiplier ``scale / C`` in ``copies`` times as many coordinates covers the
-        release exactly, as far as AES-256 output cannot be told from uniform bits. Nothing is
+        release exactly, as far as their output cannot be told from uniform bits. Nothing is
         rounded on the way, so that :meth:`added_sensitivity` is zero.
 
     Args:
@@ -100,7 +102,7 @@ class SecureSigns:
             ValueError: a coordinate is not finite; then nothing has been changed.
             EntropyError: the operating system gave no randomness; then nothing has been changed.
         """
-        self._add_with_key(array, scale, AesStream(new_key()))
+        self._add_with_key(array, scale, _new_stream(array))
         return 0.0
 
     def counts(self, array: Any, scale: float) -> Counts:
@@ -108,19 +110,25 @@ class SecureSigns:
 
         :func:`pack` makes eight coordinates a byte of it, where there is one copy.
         """
-        return self._counts_with_key(array, scale, AesStream(new_key()))
+        return self._counts_with_key(array, scale, _new_stream(array))
 
     def _add_with_key(self, array: Any, scale: float, stream: KeyStream) -> None:
         drawing = _Drawing(self._kernel, stream, self.copies, scale)
         found, share = check_finite(array, self._length, self._kernel)
-        for_each(drawing.replace, found, share=share)
+        near, elsewhere = _apart(found, stream)
+        if elsewhere:
+            near += drawing.replace_elsewhere(elsewhere)
+        for_each(drawing.replace, near, share=share)
 
     def _counts_with_key(self, array: Any, scale: float, stream: KeyStream) -> Counts:
         drawing = _Drawing(self._kernel, stream, self.copies, scale)
         found, share = check_finite(array, self._length, self._kernel)
         last = found[-1] if found else None
         counts = np.empty(last.position + last.stop - last.start if last else 0, dtype=np.uint32)
-        for_each(lambda segment: drawing.count(segment, counts), found, share=share)
+        near, elsewhere = _apart(found, stream)
+        if elsewhere:
+            near += drawing.count_elsewhere(elsewhere, counts)
+        for_each(lambda segment: drawing.count(segment, counts), near, share=share)
         return counts
 
     @property
@@ -140,10 +148,33 @@ def check_finite(array: Any, length: int, kernel: Kernel) -> tuple[list[Segment]
     def check(segment: Segment) -> None:
         for values in segment.chunks(_BITS, write=False):
             if not kernel.fits(values, math.inf):
-                raise ValueError("array must be finite, got a coordinate that is not")
+                raise ValueError(_INFINITE)
 
-    for_each(check, found, share=share)
+    for_each(check, [segment for segment in found if not segment.part.is_elsewhere], share=share)
+    elsewhere = [segment for segment in found if segment.part.is_elsewhere]
+    if elsewhere and not _on_devices().finite(elsewhere):
+        raise ValueError(_INFINITE)
     return found, share
+
+
+def _new_stream(array: Any) -> KeyStream:
+    """AES, for which CPUs have instructions, or what any device can do."""
+    is_elsewhere = any(part.is_elsewhere for part in flat_parts(array))
+    return (ChaChaStream if is_elsewhere else AesStream)(new_key())
+
+
+def _apart(found: list[Segment], stream: KeyStream) -> tuple[list[Segment], list[Segment]]:
+    """Segments to be drawn on the CPU, and those to be drawn where they are."""
+    if not isinstance(stream, ChaChaStream):
+        return found, []
+    near = [segment for segment in found if not segment.part.is_elsewhere]
+    return near, [segment for segment in found if segment.part.is_elsewhere]
+
+
+def _on_devices() -> Any:
+    from lap2.noise import signs_torch  # noqa: PLC0415 - only where there are tensors is there torch
+
+    return signs_torch
 
 
 def estimates(counts: Any, *, copies: int, scale: float) -> NDArray[np.float64]:
@@ -152,13 +183,19 @@ def estimates(counts: Any, *, copies: int, scale: float) -> NDArray[np.float64]:
     With X of k copies positive and ``m = 2 X / k - 1``, the estimate is ``sqrt(k) b m``. Its mean
     is ``sqrt(k) b (1 - exp(-abs(u)))`` with the sign of u, and its variance at most that of
     Gaussian noise, ``b^2``. From 256 copies on it is ``-sqrt(k) b log(1 - abs(m))`` with the sign
-    of m, the inverse of that mean, over its gain for small signals.
+    of m, the inverse of that mean, over its gain for small signals, ``1 + sqrt(2 / (pi k))``.
+    Its variance is about ``b^2 (2 exp(abs(u)) - 1)``.
+
+    Raises:
+        ValueError: a count is not between 0 and k.
 
     >>> estimates([0, 1], copies=1, scale=2.0)
     array([-2.,  2.])
     """
     k, b = check_copies(copies), check_scale(scale)
     found = np.asarray(counts, dtype=np.float64)
+    if not ((found >= 0) & (found <= k)).all():
+        raise ValueError(f"counts must be from 0 to copies, which are {k}, got one that is not")
     if k < _MANY:
         return (2 * found - k) * (math.sqrt(k) * b / k)
     return _inverse(2 * found / k - 1, k) * (math.sqrt(k) * b / _gain(k))
@@ -173,8 +210,9 @@ def pack(counts: Counts, copies: int) -> NDArray[np.uint8]:
 
 def unpack(packed: NDArray[np.uint8], copies: int) -> Counts:
     """The opposite of :func:`pack`; of one copy, zeros fill up the last byte."""
-    found = np.unpackbits(packed) if copies == 1 else packed.view(_narrow(copies))
-    return found.astype(np.uint32)
+    if copies == 1:
+        return np.unpackbits(packed).astype(np.uint32)
+    return packed.view(_narrow(copies)).astype(np.uint32)
 
 
 def _narrow(copies: int) -> type:
@@ -238,26 +276,43 @@ class _Drawing:
         undecided: list[_Undecided] = []
         for start, values, found in self._chunks(segment, undecided, write=False):
             place[start : start + len(values)] = found
-        for index, found in self._decide(undecided, segment.position):
-            place[index] = found
+        if undecided:
+            place[[item.place for item in undecided]] = self._decide(undecided, segment.position)
 
     def replace(self, segment: Segment) -> None:
         """Replace the coordinates of a segment by their estimates."""
         undecided: list[_Undecided] = []
         for _, values, found in self._chunks(segment, undecided, write=True):
             self._write(values, found)
-        for index, found in self._decide(undecided, segment.position):
-            start = segment.start + index
+        if not undecided:
+            return
+        exact: NDArray[np.float64] = np.empty(len(undecided))
+        self._write(exact, self._decide(undecided, segment.position))
+        for item, estimate in zip(undecided, exact.tolist(), strict=True):
+            start = segment.start + item.place
             for values in segment.part.chunks(1, start, start + 1, write=True):
-                self._write(values, np.array([found], dtype=np.uint32))
+                lowest, highest = finite_range(values.dtype)
+                values[0] = min(max(estimate, lowest), highest)
+
+    def replace_elsewhere(self, found: Sequence[Segment]) -> list[Segment]:
+        """:meth:`replace` on devices; the segments with a bit that takes more to decide."""
+        return _on_devices().replace(found, **self._law, write=self._write)
+
+    def count_elsewhere(self, found: Sequence[Segment], counts: Counts) -> list[Segment]:
+        """:meth:`count` on devices; the segments with a bit that takes more to decide."""
+        return _on_devices().count(found, **self._law, counts=counts)
+
+    @property
+    def _law(self) -> dict[str, Any]:
+        key = cast("ChaChaStream", self._stream).key
+        return {"key": key, "copies": self._copies, "scale": self._scale}
 
     def _write(self, values: Floats, found: Counts) -> None:
         if self._copies < _MANY:
             self._kernel.write(values, found, self._root * self._scale / self._copies, self._copies)
         else:
-            limits = np.finfo(values.dtype)
             exact = estimates(found, copies=self._copies, scale=self._scale)
-            values[:] = exact.clip(float(limits.min), float(limits.max))
+            values[:] = exact.clip(*finite_range(values.dtype))
 
     def _chunks(
         self, segment: Segment, undecided: list[_Undecided], *, write: bool
@@ -281,14 +336,12 @@ class _Drawing:
             yield start, values, found
             start += size
 
-    def _decide(self, undecided: Sequence[_Undecided], position: int) -> Sequence[tuple[int, int]]:
+    def _decide(self, undecided: Sequence[_Undecided], position: int) -> Counts:
         """The counts of coordinates that a kernel left undecided, with more bits.
 
         Each bit has bits of its own to go on with, so that the result does not depend on which a
         kernel leaves undecided, nor on what it made of the others of a coordinate.
         """
-        if not undecided:
-            return []
         k = self._copies
         values: NDArray[np.float64] = np.array([item.value for item in undecided])
         words: Words = np.array([item.words for item in undecided])
@@ -311,8 +364,7 @@ class _Drawing:
             more = self._stream.endless(numbers[i])
             flipped[i] = flips(abs(item.value), self._scale, k, bits, more)
         np.add.at(down, rows, flipped)
-        positive: list[int] = np.where(values >= 0, k - down, down).tolist()
-        return [(item.place, count) for item, count in zip(undecided, positive, strict=True)]
+        return np.where(values >= 0, k - down, down).astype(np.uint32)
 
 
 def check_copies(copies: int) -> int:
@@ -325,7 +377,7 @@ def check_copies(copies: int) -> int:
 
 def _inverse(mean: NDArray[np.float64], copies: int) -> NDArray[np.float64]:
     """u, from the mean of its copies' signs; as if half a copy had another sign where none has."""
-    return -np.copysign(np.log1p(-np.minimum(np.abs(mean), 1 - 0.5 / copies)), mean)
+    return np.copysign(np.log1p(-np.minimum(np.abs(mean), 1 - 0.5 / copies)), mean)
 
 
 @lru_cache(maxsize=64)

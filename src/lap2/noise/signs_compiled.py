@@ -27,7 +27,7 @@ if getattr(config, "DISABLE_JIT", False):
 _ONE, _MARGIN = np.float32(1), np.float32(MARGIN)
 _MOST = np.float32(60)
 _OCTAVES = np.float32(-1 / math.log(2))
-# 2^r for 0 <= r <= 1, within 2^-23.6 of itself.
+# 2^r for 0 <= r <= 1, within 2^-23.4 of itself once these are rounded to float32.
 _C0, _C1, _C2, _C3, _C4, _C5 = (
     np.float32(c)
     for c in (
@@ -42,7 +42,8 @@ _C0, _C1, _C2, _C3, _C4, _C5 = (
 _UNDECIDED = np.uint32(1 << 31)
 _LANES = 32
 """Words that are compared at a time."""
-_NONE = np.empty(0, dtype=np.intp)
+_BLOCK = 1024
+"""Counts that are searched at a time."""
 
 
 @intrinsic
@@ -113,12 +114,12 @@ def _count_one(values, words, inverse, counts):
         undecided += np.float32(0) if is_sure else np.float32(1)
         positive = np.uint32(flips != (values[i] >= 0))
         counts[i] = positive if is_sure else _UNDECIDED
-    return undecided > 0
+    return np.intp(undecided)
 
 
 @_outer
 def _count(values, words, inverse, copies, counts):
-    undecided, address = False, words.ctypes.data
+    undecided, address = 0, words.ctypes.data
     whole = copies - copies % _LANES
     for i in range(values.size):
         threshold = _threshold(values[i], inverse)
@@ -131,10 +132,27 @@ def _count(values, words, inverse, copies, counts):
         for j in range(start + whole, start + copies):
             flips += np.uint32(words[j] < first)
             perhaps += np.uint32(words[j] < second)
-        undecided |= flips != perhaps
+        undecided += np.intp(flips != perhaps)
         positive = np.uint32(copies) - flips if values[i] >= 0 else flips
         counts[i] = positive if flips == perhaps else _UNDECIDED
     return undecided
+
+
+@_outer
+def _find(counts, places):
+    """Write the places of all undecided counts, which are few: whole blocks are passed over."""
+    number, start = 0, 0
+    while number < places.size:
+        block = counts[start : start + _BLOCK]
+        together = np.uint32(0)
+        for i in range(block.size):
+            together |= block[i]
+        if together >= _UNDECIDED:
+            for i in range(block.size):
+                if block[i] == _UNDECIDED:
+                    places[number] = start + i
+                    number += 1
+        start += _BLOCK
 
 
 @_outer
@@ -144,15 +162,27 @@ def _write(values, counts, gain, copies, limits):
         values[i] = min(max(estimate, limits[0]), limits[1])
 
 
+@_outer
+def _write_one(values, counts, size):
+    for i in range(values.size):
+        values[i] = size if counts[i] else -size
+
+
 def write(values, counts, gain, copies):
     """Compiled :func:`lap2.noise.signs_numpy.write`."""
-    _write(values, counts, gain, copies, finite_range(values.dtype))
+    limits = finite_range(values.dtype)
+    if copies == 1:
+        _write_one(values, counts, values.dtype.type(min(gain, limits[1])))
+    else:
+        _write(values, counts, gain, copies, limits)
 
 
 def count(values, words, inverse, copies, counts):
     """Compiled :func:`lap2.noise.signs_numpy.count`."""
     if copies == 1:
-        found = _count_one(values, words, inverse, counts)
+        undecided = _count_one(values, words, inverse, counts)
     else:
-        found = _count(values, words, inverse, copies, counts)
-    return np.flatnonzero(counts == _UNDECIDED) if found else _NONE
+        undecided = _count(values, words, inverse, copies, counts)
+    places = np.empty(undecided, dtype=np.intp)
+    _find(counts, places)
+    return places

@@ -28,7 +28,9 @@ def count(
         counts: written to; what is undecided may be anything.
     """
     with np.errstate(over="ignore"):
-        size = np.abs(values * inverse).astype(np.float32)
+        # In float64, whatever the values are: float32 does not have every scale.
+        size = np.multiply(values, inverse, dtype=np.float64).astype(np.float32)
+    np.abs(size, out=size)
     np.minimum(size, np.float32(60), out=size)
     np.negative(size, out=size)
     threshold = np.exp(size, out=size)

@@ -528,8 +528,11 @@ def _assumptions(step: PrivateStep) -> tuple[str, ...]:
         "change of the model depends on private records in another way",
         "nothing else is shown or kept of the training data, such as its loss",
         "a record's gradient depends on that record and released values alone: rehearsals compare "
-        "this by value on a few records now and then, and cannot see what shows on others only",
-        "arithmetic rounds one record's gradient alike, whatever other records are in the batch",
+        "this by value now and then, on small batches of a few records and up to the rounding of "
+        "the model's precision, and cannot see what shows on others, or in larger batches, only",
+        "arithmetic rounds one record's gradient alike, whatever other records are in the batch: "
+        "where a gradient is a small rest of large terms, in modules without a rule above all, it "
+        "may not",
         "the operating system's random numbers and AES-256 are sound",
     ]
     if step.losses & {"mean", "sum"}:

@@ -7,6 +7,7 @@ parameter that is used several times has the :func:`summed` of them.
 
 # pyright: basic
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -71,16 +72,23 @@ class Probes(NamedTuple):
     @classmethod
     def of(cls, param: Tensor, count: int) -> "Probes":
         """The same for every parameter of this shape."""
-        maker = torch.Generator().manual_seed(param.numel())
         first = param.shape[0] if param.dim() else 1
-        sizes = (first, param.numel() // max(1, first))
-        made = (torch.randn(n, count, generator=maker, dtype=torch.float64) for n in sizes)
+        made = _random_factors(first, param.numel() // max(1, first), count)
         return cls(*(_home(param, values) for values in made))
 
     def of_gradient(self, grad: Tensor) -> Tensor:
         """Inner products with (any, *param.shape), for each of any."""
         flat = grad.reshape(grad.shape[0], len(self.first), len(self.rest)).to(self.first)
         return ((flat @ self.rest) * self.first).sum(dim=1)
+
+
+@functools.lru_cache(maxsize=64)
+def _random_factors(first: int, rest: int, count: int) -> tuple[Tensor, Tensor]:
+    maker = torch.Generator().manual_seed(first * rest)
+    one, other = (
+        torch.randn(n, count, generator=maker, dtype=torch.float64) for n in (first, rest)
+    )
+    return one, other
 
 
 class PerExample(Protocol):

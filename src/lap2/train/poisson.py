@@ -17,7 +17,7 @@ from lap2 import _validate
 from lap2.noise import new_key
 from lap2.train import randomness
 from lap2.train.errors import BookkeepingError
-from lap2.train.rehearsal import Rehearsed, chosen_records, rehearsed_batches
+from lap2.train.rehearsal import SMALL, Rehearsed, chosen_records, rehearsed_batches
 from lap2.train.secrecy import StaysHere, forget_locals
 from lap2.train.source import is_plain_tensors
 
@@ -172,6 +172,11 @@ class PoissonLoader(StaysHere, DataLoader):
         self._fixed.end()
         return self.piece
 
+    @property
+    def backward_precision(self) -> float:
+        """The largest relative rounding error in the last rehearsal's backward passes."""
+        return self._fixed.precision
+
     def end_rehearsal(self) -> None:
         """Let the next rehearsal begin anew."""
         if self._rehearsing is not None:
@@ -286,20 +291,22 @@ class PoissonLoader(StaysHere, DataLoader):
                 drawn = _Drawn(count, count.size, is_first=True, is_last=True)
                 self._hand_out(this, drawn, rehearsal)
                 if rehearsal.numbers:
-                    self._fixed.begin(rehearsal.numbers)
+                    self._fixed.begin(rehearsal.numbers, rehearsal.common)
                 yield data
         finally:
             self._fixed.end()
 
     def _rehearsal(self) -> Generator[tuple[Rehearsed, Any]]:
         """The first is longer, because nothing is known of the model."""
-        most = max(2, self.max_physical_batch_size or len(self.dataset))  # type: ignore[arg-type]
-        rounds = 1 if self._has_rehearsed else 3
+        count = len(self.dataset)  # type: ignore[arg-type]
+        most = max(2, self.max_physical_batch_size or count)
+        share = round(self.sampling_prob * self._records.size)
+        rounds, large = (1, 0) if self._has_rehearsed else (3, min(share, most))
         self._has_rehearsed = True
         before = randomness.state()
-        held = self._held(chosen_records(len(self.dataset), most, rounds))  # type: ignore[arg-type]
+        held = self._held(chosen_records(count, min(most, max(large, SMALL)), rounds))
         randomness.restore(before)
-        return rehearsed_batches(held, self.collate_fn, most=most, rounds=rounds)
+        return rehearsed_batches(held, self.collate_fn, most=most, rounds=rounds, large=large)
 
     def _held(self, chosen: list[int]) -> list[Any]:
         """Records as the data set has them, read where it is read."""

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-__all__ = ["FixedDraws", "restore", "same", "state"]
+from lap2.train.nested import tensors
+
+__all__ = ["FixedDraws", "another_state", "restore", "same", "state"]
 
 State = tuple[Any, Any, torch.Tensor, list[torch.Tensor]]
 
@@ -37,12 +39,27 @@ def restore(held: State) -> None:
         torch.cuda.set_rng_state_all(cuda)
 
 
+def another_state() -> State:
+    """One that has nothing to do with those before; on a GPU it stays as it is."""
+    seeds = np.random.SeedSequence().generate_state(3).tolist()
+    return (
+        random.Random(seeds[0]).getstate(),  # noqa: S311 - it is no secret
+        np.random.RandomState(seeds[1]).get_state(),
+        torch.Generator().manual_seed(seeds[2]).get_state(),
+        state()[3],
+    )
+
+
 def same(one: State, other: State) -> bool:
     """Whether nothing was drawn between the two."""
     if one[0] != other[0] or not np.array_equal(one[1][1], other[1][1]) or one[1][2] != other[1][2]:
         return False
     mine, theirs = [one[2], *one[3]], [other[2], *other[3]]
     return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+
+_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_EPS = {dtype: torch.finfo(dtype).eps for dtype in _TYPES}
 
 
 class FixedDraws(TorchDispatchMode):
@@ -55,11 +72,20 @@ class FixedDraws(TorchDispatchMode):
     """
 
     _rows: tuple[int, ...] | None = None
+    _common = 0.5
+    precision = 0.0
+    """The largest relative rounding error of what was computed in backward, since it was begun."""
 
-    def begin(self, rows: tuple[int, ...]) -> None:
-        """Switch it on, for a batch of records with these numbers."""
+    def begin(self, rows: tuple[int, ...], common: float) -> None:
+        """Switch it on, for a batch.
+
+        Args:
+            rows: the numbers of its records.
+            common: between 0 and 1, of what is drawn once for all records. What a loop does to the
+                whole batch often depends on it, so that it must not always be the same.
+        """
         self.end()
-        self._rows = rows
+        self._rows, self._common, self.precision = rows, common, 0.0
         self.__enter__()
 
     def end(self) -> None:
@@ -72,9 +98,16 @@ class FixedDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Called by torch for every operation."""
+        result = self._call(func, args, kwargs or {})
+        if self._rows is not None and torch._C._current_graph_task_id() != -1:
+            for tensor in (result,) if isinstance(result, torch.Tensor) else tensors(result):
+                if tensor.dtype in _EPS:
+                    self.precision = max(self.precision, _EPS[tensor.dtype])
+        return result
+
+    def _call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._rows is None:
-            return func(*args, **(kwargs or {}))
-        kwargs = kwargs or {}
+            return func(*args, **kwargs)
         known = torch.Tag.nondeterministic_seeded in func.tags
         if not known or (args and isinstance(args[0], torch.nn.Parameter)):
             return func(*args, **kwargs)
@@ -88,10 +121,12 @@ class FixedDraws(TorchDispatchMode):
     def _evenly(self, like: torch.Tensor) -> torch.Tensor:
         """Numbers between 0 and 1, spread evenly over records and the places in them."""
         rows = self._rows or ()
-        numbers = list(rows) if like.dim() and len(rows) == len(like) else [0]
         kind: dict[str, Any] = {"dtype": torch.float64, "device": like.device}
-        value = 0.5 + 0.3819660113 * torch.tensor(numbers, **kind)
-        value = value.view(-1, *(1,) * (like.dim() - 1)) if like.dim() else value[0]
+        if like.dim() and len(rows) == len(like):
+            value = 0.5 + 0.3819660113 * torch.tensor(rows, **kind)
+            value = value.view(-1, *(1,) * (like.dim() - 1))
+        else:
+            value = torch.tensor(self._common, **kind)
         for dim in range(1, like.dim()):
             step = (2.0 + dim) ** 0.5 % 1  # irrational, and another one for each dimension
             places = step * torch.arange(like.shape[dim], **kind)

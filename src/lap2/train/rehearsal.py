@@ -1,7 +1,7 @@
 """Rehearsals: that examples do not depend on each other is checked by value, in the user's loop.
 
-The loader hands out a small batch of records, the same again, the same with one record replaced,
-and what is left, collated anew, when one record is taken out. The loop treats them like any batch;
+The loader hands out a small batch of records, the same again, the same with some of them replaced,
+and what is left, collated anew, when some are taken out. The loop treats them like any batch;
 its optimizer steps release nothing but compare what every record would have contributed. Whatever
 makes a record's contribution depend on others shows, wherever it happens: in the collate function,
 in the model or its buffers, in the loss, or in something remembered from the batch before.
@@ -27,9 +27,12 @@ from lap2.train.nested import tensors
 from lap2.train.rounding import HALF
 from lap2.train.secrecy import StaysHere
 
-__all__ = ["CHANGED", "Rehearsal", "Rehearsed", "chosen_records", "rehearsed_batches"]
+__all__ = ["CHANGED", "SMALL", "Rehearsal", "Rehearsed", "chosen_records", "rehearsed_batches"]
 
-_SIZES = (8, 6, 4, 2)
+SMALL = 8
+"""Records in a small batch, at most."""
+
+_SIZES = (SMALL, 6, 4, 2)
 """Of the small batch: the first that no other dimension of it could be taken for."""
 
 _PROBES = 4
@@ -42,6 +45,9 @@ CHANGED = (
     "the model must be in the same mode, have the same layers and be called in the same way for "
     "every batch: in its rehearsals it was called differently"
 )
+
+_COMMON = (1 / 32, 31 / 32)
+"""What is drawn for all records at once is made of this in a run's first rounds."""
 
 Kind = Literal["first", "again", "replaced", "without"]
 
@@ -56,6 +62,7 @@ class Rehearsed:
         numbers: of the records, each with random numbers of its own; empty if they are drawn.
         is_still: whether collating drew no random numbers that could not be fixed.
         is_last: whether the rehearsal ends with it.
+        common: what is drawn once for all of its records is made of.
     """
 
     kind: Kind
@@ -63,11 +70,12 @@ class Rehearsed:
     numbers: tuple[int, ...]
     is_still: bool = True
     is_last: bool = False
+    common: float = 0.5
 
 
 def chosen_records(count: int, most: int, rounds: int) -> list[int]:
-    """Which of ``count`` records to rehearse with: for a small batch, and others for each round."""
-    size = min(count, most, _SIZES[0])
+    """Which of ``count`` records to rehearse with: for a batch, and others for each round."""
+    size = min(count, most)
     wanted = size + rounds * (size // 2)
     return np.random.default_rng().permutation(count)[:wanted].tolist()
 
@@ -78,29 +86,34 @@ class _Maker:
     def __init__(self, held: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
         self._held, self._collate = held, collate
         self._before, self._fixed = randomness.state(), randomness.FixedDraws()
-        self.is_still = True
+        self._now = self._before
+        self.common, self.is_still = 0.5, True
+
+    def draw_anew(self, common: float) -> None:
+        """From here on begin each batch in another random state than before."""
+        self._now, self.common = randomness.another_state(), common
 
     def make(self, numbers: Sequence[int]) -> Any:
         """Of the records with these numbers."""
-        self.restore()
-        self._fixed.begin(tuple(numbers))
+        randomness.restore(self._now)
+        self._fixed.begin(tuple(numbers), self.common)
         try:
             batch = self._collate([self._held[i] for i in numbers])
         finally:
             self._fixed.end()
-        self.is_still = self.is_still and randomness.same(self._before, randomness.state())
-        self.restore()
+        self.is_still = self.is_still and randomness.same(self._now, randomness.state())
+        randomness.restore(self._now)
         return batch
 
     def restore(self) -> None:
         """Go back to the random state there was."""
         randomness.restore(self._before)
 
-    def unmistakable_size(self, most: int) -> int:
+    def unmistakable_size(self, sizes: Sequence[int], most: int) -> int:
         """A batch size that is not the length of a text, or another dimension."""
-        for size in (s for s in _SIZES if s <= most):
+        for size in (s for s in sizes if s <= most):
             dims = {dim for shape in self.shapes(range(size)) for dim in shape}
-            if not dims & {size, size - size // 2}:
+            if not dims & {size, size - _left_out(size)}:
                 return size
         return most
 
@@ -109,40 +122,65 @@ class _Maker:
         return [tensor.shape[1:] for tensor in tensors(self.make(numbers))]
 
 
+def _left_out(size: int) -> int:
+    """About half, so that an odd number stays, which no loss can divide evenly into parts."""
+    return size // 2 if (size - size // 2) % 2 else max(1, size // 2 - 1)
+
+
 def rehearsed_batches(
-    held: Sequence[Any], collate: Callable[[list[Any]], Any], *, most: int, rounds: int
+    held: Sequence[Any],
+    collate: Callable[[list[Any]], Any],
+    *,
+    most: int,
+    rounds: int,
+    large: int = 0,
 ) -> Generator[tuple[Rehearsed, Any]]:
-    """The batches of one rehearsal, each with the random state that the first began with.
+    """The batches of one rehearsal.
+
+    Those that are compared begin in one random state. It is another one in each round, because a
+    loop may do to the whole batch what random numbers tell it to: in the first two rounds what is
+    drawn once for all records is small and large, and later it is anything.
 
     Args:
         held: records, as the data set has them. Of one record nothing can be learnt.
         collate: makes a batch of records.
-        most: records in a batch.
+        most: records in a small batch.
         rounds: how often records are replaced and left out. With several, the loop has a batch to
             settle first, after which what it does after a step has been done.
+        large: records in the batch of one more round, for what shows in larger batches only; none
+            if it is not larger.
     """
     if len(held) < 2:
         return
     maker, rng = _Maker(held, collate), np.random.default_rng()
     try:
-        size = maker.unmistakable_size(min(most, len(held), _SIZES[0]))
-        whole, spares = tuple(range(size)), list(range(size, len(held))) or [0]
+        small = maker.unmistakable_size(_SIZES, min(most, len(held), SMALL))
+        sizes = [small] * rounds
+        large = min(large, len(held) - 1)
+        if large > SMALL:
+            sizes.append(maker.unmistakable_size(range(large, SMALL, -1), large))
         if rounds > 1:  # who only fetches a batch to look at it shall see no fixed draws
-            yield Rehearsed("first", whole, ()), maker.make(whole)
-        yield Rehearsed("first", whole, whole), maker.make(whole)
-        yield Rehearsed("again", whole, whole), maker.make(whole)
-        for turn in range(rounds):
-            some = rng.permutation(size)[: size // 2].tolist() if spares != [0] else [size - 1]
+            yield Rehearsed("first", tuple(range(small)), ()), maker.make(range(small))
+        for turn, size in enumerate(sizes):
+            whole, spares = tuple(range(size)), list(range(size, len(held))) or [0]
+            common = _COMMON[turn] if turn < len(_COMMON) < rounds else float(rng.uniform())
+            maker.draw_anew(common)
+            yield Rehearsed("first", whole, whole, common=common), maker.make(whole)
+            if turn == 0 and rounds > 1:  # later, the next batch would show a memory as well
+                yield Rehearsed("again", whole, whole, common=common), maker.make(whole)
+            count = _left_out(size)
+            some = rng.permutation(size)[:count].tolist() if spares != [0] else [size - 1]
             news = dict(zip(some, rng.permutation(spares).tolist(), strict=False))
             numbers = tuple(news.get(i, i) for i in whole)
             same = tuple(-1 if i in news else i for i in whole)
-            yield Rehearsed("replaced", same, numbers), maker.make(numbers)
+            if turn < rounds:  # records that are left out show as much, and cost less
+                yield Rehearsed("replaced", same, numbers, common=common), maker.make(numbers)
             left = tuple(i for i in whole if i not in some)
             if collate is not default_collate and maker.shapes(left) == maker.shapes(whole):
                 left = tuple(some)  # perhaps these are padded to the others
             last = maker.make(left)
-            is_last = turn == rounds - 1
-            yield Rehearsed("without", left, left, maker.is_still, is_last), last
+            is_last = turn == len(sizes) - 1
+            yield Rehearsed("without", left, left, maker.is_still, is_last, common), last
     finally:
         maker.restore()
 
@@ -234,13 +272,14 @@ class Rehearsal(StaysHere):
         if form != self._form:
             self._fail(CHANGED)
         if rehearsed.kind == "without" and (self._draws or not rehearsed.is_still):
-            if rehearsed.is_last:
-                self._settle(step)
+            self._settle(rehearsed, step)
             return
         rows = torch.tensor([i for i in rehearsed.records if i >= 0])
         kept = torch.tensor([i >= 0 for i in rehearsed.records])
         theirs, ours = self._first[0][rows], values[kept]
-        usable = self._first[1][rows] & finite[kept]
+        usable = self._first[1][rows]
+        if not torch.equal(usable, finite[kept]):  # one that is not finite may spoil all others
+            self._fail(_REASONS[rehearsed.kind])
         size = _length(theirs) + _NEGLIGIBLE
         moved = torch.where(usable, _length(ours - theirs) / size, 0.0)
         worst = float(moved.max()) if len(moved) else 0.0
@@ -248,8 +287,10 @@ class Rehearsal(StaysHere):
         if worst > _tolerance(precision):
             self._fail(_REASONS[rehearsed.kind])
         self.has_compared_sizes = self.has_compared_sizes or rehearsed.kind == "without"
-        if rehearsed.is_last:
-            self._settle(step)
+        if rehearsed.kind == "replaced":
+            self._note_seen(theirs[usable])
+        if rehearsed.kind == "without":
+            self._settle(rehearsed, step)
 
     def forget(self) -> None:
         """Hold nothing of the batches that were compared so far."""
@@ -261,16 +302,20 @@ class Rehearsal(StaysHere):
         self._passed.clear()
         raise BookkeepingError(reason)
 
-    def _settle(self, step: int) -> None:
-        values, finite = self._first or (torch.zeros(0, 0, 0), torch.zeros(0, dtype=torch.bool))
-        seen = (values[finite] != 0).any(dim=2).any(dim=0)
+    def _note_seen(self, values: Tensor) -> None:
+        """Parameters are checked of which a gradient was compared, next to other records."""
+        seen = (values != 0).any(dim=2).any(dim=0)
         for param, found in zip(self._names, seen.tolist(), strict=True):
             if found:
                 self._open.pop(param, None)
+
+    def _settle(self, rehearsed: Rehearsed, step: int) -> None:
+        """A round has passed, and perhaps the whole rehearsal."""
         self._passed.add(self._form)
-        self.failure = ""
-        self._next = max(1, 2 * step) if step >= self._next else self._next
         self._first = None
+        if rehearsed.is_last:
+            self.failure = ""
+            self._next = max(1, 2 * step) if step >= self._next else self._next
 
     def _contributions(
         self, groups: Sequence[ClippedGroup], examples: int
@@ -313,8 +358,9 @@ _REASONS: dict[Kind, str] = {
     "replaced": (
         "examples are mixed: with some records of a batch replaced, what another one contributes "
         "changed. The model, the loss or the collate function computes something "
-        "over the whole batch, also if no gradient flows through it: normalise, attend and average "
-        "within each example, and give engine.backward one loss for each record"
+        "over the whole batch, also if no gradient flows through it, or remembers something of the "
+        "batch before: normalise, attend and average within each example, and give engine.backward "
+        "one loss for each record"
     ),
     "without": (
         "with some records of a batch left out, what another one contributes changed. "

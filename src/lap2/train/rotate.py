@@ -57,7 +57,10 @@ def turned(flat: Tensor, size: int) -> Tensor:
 
 def gather(flat: Tensor, tensors: Sequence[Tensor], factor: float = 1.0) -> None:
     """Undo :func:`spread`: ``flat``, which is overwritten, times a factor into the tensors."""
-    _turn(flat, sum(t.numel() for t in tensors), factor, back=True)
+    # What was released may be rounded as it likes: devices are faster, often much, in float32.
+    is_narrow = flat.device.type != "cpu" and all(t.dtype != torch.float64 for t in tensors)
+    dtype = torch.float32 if is_narrow else torch.float64
+    _turn(flat, sum(t.numel() for t in tensors), factor, back=True, dtype=dtype)
     for part, tensor in _parts(flat, tensors):
         tensor.copy_(part)
 
@@ -69,8 +72,10 @@ def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Te
         yield part.view(tensor.shape), tensor
 
 
-def _turn(flat: Tensor, size: int, factor: float, *, back: bool) -> None:
-    """Into the basis, or back, and multiplied; in place.
+def _turn(
+    flat: Tensor, size: int, factor: float, *, back: bool, dtype: torch.dtype = torch.float64
+) -> None:
+    """Into the basis, or back, and multiplied; in place, and calculated in a type.
 
     The coordinates that are mixed with each other are as far apart as can be, so that they are of
     different layers.
@@ -81,12 +86,11 @@ def _turn(flat: Tensor, size: int, factor: float, *, back: bool) -> None:
         return
     rows = flat.view(block, -1)
     if not _turn_compiled(rows, factor, back):
-        matrices, signs = _basis(block, flat.device)
-        weights = signs * factor
+        matrices, signs = _basis(block, flat.device, dtype)
         for part in rows.split(max(1, _CHUNK // block), dim=1):
-            part.copy_(
-                _mixed(part, matrices) * weights if back else _mixed(part * weights, matrices)
-            )
+            scaled = (part * factor).to(dtype)
+            mixed = _mixed(scaled, matrices) * signs if back else _mixed(scaled * signs, matrices)
+            part.copy_(mixed)
 
 
 def _turn_compiled(rows: Tensor, factor: float, back: bool) -> bool:
@@ -114,15 +118,17 @@ def _mixed(part: Tensor, matrices: tuple[Tensor, ...]) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _basis(block: int, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
+def _basis(
+    block: int, device: torch.device, dtype: torch.dtype = torch.float64
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """Hadamard matrices whose product has ``block`` rows, and a sign for each of these."""
     powers, rest = [], block.bit_length() - 1
     while rest:
         powers.append(min(rest, _DIGIT))
         rest -= powers[-1]
     signs = random.Random(block).choices((-1.0, 1.0), k=block)  # noqa: S311 - they are public
-    column = torch.tensor(signs, dtype=torch.float64, device=device).unsqueeze(1)
-    return tuple(_hadamard(power).to(device) for power in powers), column
+    column = torch.tensor(signs, dtype=dtype, device=device).unsqueeze(1)
+    return tuple(_hadamard(power).to(device, dtype) for power in powers), column
 
 
 @lru_cache(maxsize=32)

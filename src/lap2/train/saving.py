@@ -120,11 +120,15 @@ class Saver:
             if part is not None
         ]
         optimizer = copy.deepcopy(_plain_state(plan.optimizer))
+        held_by_scheduler = getattr(scheduler, "__dict__", {})
+        attributes = set(held_by_scheduler)
         try:
             yield
         except Exception as error:
             for load, before in held:
                 load(before)
+            for name in set(held_by_scheduler) - attributes:  # it takes any field for an attribute
+                del held_by_scheduler[name]
             _load_plainly(plan.optimizer, optimizer)
             if isinstance(error, OSError):
                 raise
@@ -181,6 +185,10 @@ class Saver:
                 f"it was saved with{'out' if state['scheduler'] is None else ''} a scheduler: "
                 "load it the same way"
             )
+        known = {} if scheduler is None else scheduler.state_dict()
+        for name in state["scheduler"] or {}:
+            if not isinstance(name, str) or (name not in known and hasattr(scheduler, name)):
+                raise CheckpointError(f"its scheduler must not replace {name!r}")
         if (self._step.loader is None) != (state["loader"] is None):
             raise CheckpointError("its loader is not of the kind that this run has")
 

@@ -156,6 +156,10 @@ class PrivateStep(StaysHere):
                 "Go on with the next pass over the loader"
             )
         if piece is None or piece.size:
+            if self.loader is not None and self._rehearsed is not None:
+                # Between the model and the loss, too, may be half precision.
+                seen = max(recorded.precision, self.loader.backward_precision)
+                recorded = recorded._replace(precision=seen)
             _refuse_unfit(recorded, piece)
             total = recorded.batch if piece is None else piece.total
             groups = self.clipping.clip(

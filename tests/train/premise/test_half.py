@@ -56,6 +56,34 @@ def test_a_mean_in_half_precision_is_refused(kind, records, alike):
     assert_refused(made, losses_in(kind, "mean"), r"engine\.backward")
 
 
+@pytest.mark.parametrize("records", [8, 251])
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
+def test_so_it_is_where_only_the_loss_is_in_half_precision(lower, records):
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]).to(lower), batch[1])
+
+    made = private(classifier("float32"), data(records, "float32", alike=True), clip=CLIP)
+    assert_refused(made, loss, r"engine\.backward")
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
+def test_what_is_in_half_precision_between_layers_that_are_not_is_no_reason_to_refuse(lower):
+    """Its rounding is not taken for other records."""
+
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, 64), nn.Linear(64, CLASSES)
+
+        def forward(self, x):
+            h = torch.tanh(self.first(x)).to(lower)
+            return self.last(((h[:, None] @ h[:, :, None])[:, 0] * h).float())
+
+    torch.manual_seed(0)
+    made = private(Between(), data(251, "float32", alike=False), clip=CLIP)
+    assert made.train(losses_in("float32", "none"), passes=3).steps == 3
+
+
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("records", [8, 3000])
 @pytest.mark.parametrize("kind", PRECISIONS)

@@ -507,7 +507,7 @@ def test_a_data_set_that_only_workers_can_read():
 def test_a_loop_that_takes_as_many_batches_as_the_loader_is_long(length):
     """It makes progress, though a pass may end within a rehearsal."""
     run = private(nn.Linear(WIDTH, CLASSES), vectors(), batch_size=RECORDS // length)
-    for _ in range(16):
+    for _ in range(32):
         batches = iter(run.loader)
         for _ in range(len(run.loader)):
             batch = next(batches)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -178,6 +179,30 @@ def test_so_it_is_in_pieces(pieces):
     assert_refused(case.run(), case.loss(), case.words)
 
 
+class Large(nn.Module):
+    """Mixes in larger batches only."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.head, self.mix = nn.Linear(WIDTH, CLASSES), mix
+
+    def forward(self, x):
+        return self.head(self.mix(x))
+
+
+LARGE = {
+    "from 14 records on": lambda x: x - x.mean(0) if len(x) >= 14 else x,
+    "their number, from 14 on": lambda x: x * (1 + (len(x) >= 14)),
+}
+
+
+@pytest.mark.parametrize("pieces", [None, 14])
+@pytest.mark.parametrize("name", LARGE)
+def test_what_mixes_larger_batches_only_is_found_before_the_first_release(name, pieces):
+    case = Case(lambda: Large(LARGE[name]), of_class, options={"max_physical_batch_size": pieces})
+    assert_refused(case.run(), of_class(), case.words)
+
+
 class CountsCalls(nn.Module):
     """Begins to mix after some calls."""
 
@@ -334,6 +359,25 @@ def test_a_gradient_that_is_no_number_does_not_switch_the_check_off(zeros, steps
     zero = [i for i in range(RECORDS) if i != LOUD][:zeros]
     case = Case(NotANumber, lambda: of_both, tensors=lambda: (vectors(zero=zero), labels()))
     assert_refused(case.run(), of_both, case.words, passes=70, steps=steps)
+
+
+def spoilt(model, batch):
+    """If one record's loss is not finite, nobody's is: so are sums, and checks for NaN."""
+    losses = of_class()(model, (batch[0] / batch[0].norm(dim=1, keepdim=True), batch[1]))
+    return losses * (1 + 0 * losses.detach().sum())
+
+
+def left_out(model, batch):
+    """If one record's loss is not finite, nobody learns anything."""
+    losses = of_class()(model, (batch[0] / batch[0].norm(dim=1, keepdim=True), batch[1]))
+    return losses * bool(losses.isfinite().all())
+
+
+@pytest.mark.parametrize("loss", [spoilt, left_out])
+def test_a_record_without_a_gradient_that_spoils_all_others_is_refused(loss):
+    """Alone it moves the release by what all others together contribute."""
+    case = Case(layer, of_class, tensors=lambda: (vectors(zero=[1]), labels()))
+    assert_refused(case.run(), loss, "record", steps=None, passes=70)
 
 
 def test_records_without_a_gradient_are_left_out_alone():
@@ -516,7 +560,14 @@ def unclipped(loss, clip, **more):
     return Case(layer, loss, clip=clip, tensors=alike, **more)
 
 
+def over_halves(model, batch):
+    """The mean of the means of two halves, which are not alike if the number is odd."""
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return torch.stack([half.mean() for half in losses.chunk(2)]).mean()
+
+
 LOSSES = {
+    "over halves": unclipped(lambda: over_halves, 1.0),
     "weights of classes": unclipped(weighted, 1.0),
     "over positives": unclipped(over_positives, 1.0),
     "sum as mean": unclipped(summed, 30.0, words="mean|record"),
@@ -602,6 +653,39 @@ RANDOM = {
 def test_random_numbers_in_the_loop_hide_nothing(name):
     case = RANDOM[name]
     assert_refused(case.run(), augmented(case.loss()), case.words, **SOON)
+
+
+BRANCHES = {
+    "often": lambda: torch.rand(1) < 0.9,
+    "one in two": lambda: torch.rand(()) < 0.5,
+    "the other half": lambda: torch.rand(1).item() >= 0.5,
+    "one in ten": lambda: torch.rand(1) < 0.1,
+    "the last tenth": lambda: torch.rand(()) > 0.9,
+    "normal": lambda: torch.randn(()) > 0.5,
+    "bernoulli": lambda: torch.bernoulli(torch.tensor(0.2)).bool(),
+    "uniform": lambda: torch.empty(1).uniform_(-1, 1) < -0.8,
+}
+
+
+@pytest.mark.parametrize("mix", [lambda x: x + x.roll(1, 0), lambda x: x - x.mean(0)])
+@pytest.mark.parametrize("name", BRANCHES)
+def test_what_happens_to_the_batch_at_random_is_found_before_the_first_release(name, mix):
+    """As augmentations of whole batches do: fixed values must not always be the same."""
+
+    def loss(model, batch):
+        x, y = batch
+        return of_class()(model, (mix(x) if BRANCHES[name]() else x, y))
+
+    assert_refused(Case(layer, of_class).run(), loss, "record")
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: int(torch.randint(4, ())) / 4])
+def test_so_it_is_sooner_or_later_where_values_cannot_be_fixed(draw):
+    def loss(model, batch):
+        x, y = batch
+        return of_class()(model, (x - x.mean(0) if draw() < 0.75 else x, y))
+
+    assert_refused(Case(layer, of_class).run(), loss, "record", steps=None, passes=1 << 9)
 
 
 @pytest.mark.parametrize("case", [LOSSES["sum as mean"], EACH["over their number"]])
