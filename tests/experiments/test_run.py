@@ -48,6 +48,18 @@ def test_a_run_leaves_everything_about_itself(tmp_path):
     assert list(weights) == list(mnist_cnn().state_dict())
 
 
+def test_no_record_is_in_the_folder_of_a_run(tmp_path):
+    recipe = load_recipe("digits", steps=4, batch_size=200, epsilon=8.0)
+    run.train(recipe, tmp_path, progress=False)
+    images = tasks.load_task(recipe).records.tensors[0]
+    middle = [image.flatten()[20:44].numpy() for image in images]  # which no other image has
+    held = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    for kind in (np.float32, np.float64):
+        assert not any(part.astype(kind).tobytes() in held for part in middle)
+    torch.save(images[7:8].clone(), tmp_path / "batch.pt")
+    assert middle[7].tobytes() in (tmp_path / "batch.pt").read_bytes()
+
+
 def test_a_run_that_is_judged_by_private_records_says_so(tmp_path):
     recipe = load_recipe("digits", steps=2, batch_size=200, epsilon=8.0, holdout=300)
     result = run.train(recipe, tmp_path, progress=False)
