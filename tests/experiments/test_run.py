@@ -16,8 +16,8 @@ from lap2.cli import app
 from lap2.experiments import data, run, sweep, tasks
 from lap2.experiments.models import mnist_cnn
 from lap2.experiments.recipe import load_recipe
+from lap2.signal import copies, spread_size
 from lap2.train import PrivacyEngine
-from lap2.train.rotate import spread_size
 from lap2.train.step import PrivateStep
 
 
@@ -46,6 +46,18 @@ def test_a_run_leaves_everything_about_itself(tmp_path):
     assert result.accuracy > 0.3
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert list(weights) == list(mnist_cnn().state_dict())
+
+
+def test_no_record_is_in_the_folder_of_a_run(tmp_path):
+    recipe = load_recipe("digits", steps=4, batch_size=200, epsilon=8.0)
+    run.train(recipe, tmp_path, progress=False)
+    images = tasks.load_task(recipe).records.tensors[0]
+    middle = [image.flatten()[20:44].numpy() for image in images]  # which no other image has
+    held = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    for kind in (np.float32, np.float64):
+        assert not any(part.astype(kind).tobytes() in held for part in middle)
+    torch.save(images[7:8].clone(), tmp_path / "batch.pt")
+    assert middle[7].tobytes() in (tmp_path / "batch.pt").read_bytes()
 
 
 def test_a_run_that_is_judged_by_private_records_says_so(tmp_path):
@@ -250,10 +262,27 @@ def test_noise_of_the_published_accountant_is_labelled_and_its_cost_exact(tmp_pa
     claimed = lap2.Accountant().compose(step, sampling_prob=256 / 1437, steps=3)
     assert claimed.get_epsilon(1e-5) == pytest.approx(0.5, rel=1e-5)
     rounded = result.noise_multiplier / (1 + result.statement.rounding)
-    released = lap2.Laplace(rounded, spread_size(26010))
+    size = spread_size(26010)
+    size *= copies(size, batch_size=256, noise_multiplier=result.noise_multiplier)
+    released = lap2.Laplace(rounded, size)
     exact = lap2.Accountant().compose(released, sampling_prob=256 / 1437, steps=3)
     assert result.statement.epsilon == pytest.approx(exact.get_epsilon(1e-5), rel=1e-5)
     assert result.statement.epsilon != pytest.approx(0.5, rel=0.1)  # not what was claimed
+
+
+@pytest.mark.parametrize(
+    ("changes", "dimension"),
+    [
+        ({"copies": 3}, 3 * spread_size(26010)),
+        ({"release": "bits", "copies": 1}, spread_size(26010)),
+        ({"release": "values"}, 26010),
+        ({"tau": 1.0}, spread_size(26010)),
+    ],
+)
+def test_what_a_recipe_releases_is_what_its_ledger_has(tmp_path, changes, dimension):
+    run.train(load_recipe("digits", steps=1, evaluations=1, **changes), tmp_path, progress=False)
+    (entry,) = lap2.Accountant.load(tmp_path / "ledger.json").ledger
+    assert entry.mechanism.dimension == dimension
 
 
 def test_schedules_end_where_they_say():

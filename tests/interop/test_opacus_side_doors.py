@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -64,8 +65,14 @@ def test_nothing_that_is_saved_holds_a_record(mode):
 
 
 def holds_nothing(run):
-    for thing in (run.model, run.plain, run.plain[0], run.optimizer, run.model.state_dict()):
-        for taken in (saved(thing), pickle.dumps(thing), saved(copy.deepcopy(thing))):
+    states = [run.model.state_dict(), run.model.state_dict(keep_vars=True)]
+    for thing in (run.model, run.plain, run.plain[0], run.optimizer, *states):
+        for taken in (
+            saved(thing),
+            pickle.dumps(thing),
+            cloudpickle.dumps(thing),
+            saved(copy.deepcopy(thing)),
+        ):
             assert not records_in(taken, run.x)
             assert len(taken) < 20_000
             assert b"opacus" not in taken

@@ -6,6 +6,7 @@ begins, and every release after its noise; the parent kills it at a random point
 """
 
 import importlib
+import json
 import logging
 import os
 import pathlib
@@ -79,6 +80,14 @@ def latest(pattern, whole):
     return next((path for path in reversed(found) if whole(path)), None)
 
 
+def holds_a_state(path):
+    """Whether the Trainer came to the end of what it writes last."""
+    try:
+        return bool(json.loads((path / "trainer_state.json").read_text()))
+    except (OSError, ValueError):
+        return False
+
+
 def count(engine):
     with COUNTED.open("a") as log:
         log.write(f"{engine.accountant.steps} {len(RELEASED.read_text())}\n")
@@ -108,7 +117,7 @@ def with_transformers():
         save_total_limit=3,
     )  # fmt: skip
     trainer = Trainer(model=model, args=settings, optimizers=(optimizer, None), callbacks=[Began()])
-    last = latest("checkpoint-*", lambda path: (path / "trainer_state.json").exists())
+    last = latest("checkpoint-*", holds_a_state)
     trainer.train(resume_from_checkpoint=None if last is None else str(last))
 
 

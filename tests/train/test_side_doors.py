@@ -9,6 +9,7 @@ import pickletools
 import traceback
 import zipfile
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -169,9 +170,12 @@ def everything(run, folder):
     model, optimizer = run.model, run.optimizer
     yield "torch.save(model)", saved(model)
     yield "pickle.dumps(model)", pickle.dumps(model)
+    yield "cloudpickle.dumps(model)", cloudpickle.dumps(model)
+    yield "a method of the model's", cloudpickle.dumps(model.forward)
     yield "a copy of the model", pickle.dumps(copy.deepcopy(model))
     yield "a layer", saved(next(iter(model.children())))
     yield "the model's state", saved(model.state_dict())
+    yield "its parameters", saved(model.state_dict(keep_vars=True))
     yield "its attributes", pickle.dumps(model.__dict__)
     yield "torch.save(optimizer)", saved(optimizer)
     yield "a copy of the optimizer", pickle.dumps(copy.deepcopy(optimizer))
