@@ -24,7 +24,7 @@ def log_odds(u: Any) -> Any:
     """The log-odds of a positive sign, of noise of scale 1 that is added to ``u``.
 
     >>> float(log_odds(0.0)), round(float(log_odds(-1.0)), 4)
-    (0.0, -1.4895)
+    (0.0, -1.4899)
     """
     size = np.abs(u)
     return np.copysign(size + np.log(2 - np.exp(-size)), u)
