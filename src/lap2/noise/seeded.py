@@ -101,7 +101,7 @@ class ReproducibleSigns(_ReproducibleNoise):
     def add(self, array: Any, scale: float) -> float:
         """Replace coordinates by their estimates. Refuses and clamps what ``SecureSigns`` does."""
         inverse = 1 / (check_scale(scale) * math.sqrt(self.copies))
-        for segment in check_finite(array, _CHUNK, signs_numpy)[0]:
+        for segment in check_finite(array, _CHUNK, signs_numpy):
             for values in segment.chunks(_CHUNK, write=True):
                 with np.errstate(over="ignore"):
                     flips = np.exp(-np.abs(values.astype(np.float64) * inverse)) / 2

@@ -29,6 +29,8 @@ _BITS = 1 << 16
 """Bits decided at a time: their temporaries fit the cache."""
 _SEGMENT = 1 << 20
 """Bits decided by one thread at a time."""
+_WORTH_THREADS = 4
+"""Segments that take much longer than to start threads."""
 _MOST_COPIES = 1 << 24
 _INFINITE = "array must be finite, got a coordinate that is not"
 _ERROR = 2.0**-24
@@ -114,20 +116,20 @@ class SecureSigns:
 
     def _add_with_key(self, array: Any, scale: float, stream: KeyStream) -> None:
         drawing = _Drawing(self._kernel, stream, self.copies, scale)
-        found, share = check_finite(array, self._length, self._kernel)
-        near, elsewhere = _apart(found, stream)
+        near, elsewhere = _apart(check_finite(array, self._length, self._kernel), stream)
         if elsewhere:
             near += drawing.replace_elsewhere(elsewhere)
-        for_each(drawing.replace, near, share=share)
+        for_each(drawing.replace, near, share=len(near) > _WORTH_THREADS)
 
     def _counts_with_key(self, array: Any, scale: float, stream: KeyStream) -> Counts:
         drawing = _Drawing(self._kernel, stream, self.copies, scale)
-        found, share = check_finite(array, self._length, self._kernel)
+        found = check_finite(array, self._length, self._kernel)
         last = found[-1] if found else None
         counts = np.empty(last.position + last.stop - last.start if last else 0, dtype=np.uint32)
         near, elsewhere = _apart(found, stream)
         if elsewhere:
             near += drawing.count_elsewhere(elsewhere, counts)
+        share = len(near) > _WORTH_THREADS
         for_each(lambda segment: drawing.count(segment, counts), near, share=share)
         return counts
 
@@ -140,10 +142,10 @@ class SecureSigns:
         refuse_pickling(self)
 
 
-def check_finite(array: Any, length: int, kernel: Kernel) -> tuple[list[Segment], bool]:
-    """Where all coordinates are, in segments, and whether these are for all cores."""
+def check_finite(array: Any, length: int, kernel: Kernel) -> list[Segment]:
+    """Where all coordinates are, in segments of a length; they are finite."""
     parts = flat_parts(array)
-    found, share = segments(parts, length), sum(part.size for part in parts) > length
+    found, share = segments(parts, length), sum(part.size for part in parts) > _SEGMENT
 
     def check(segment: Segment) -> None:
         for values in segment.chunks(_BITS, write=False):
@@ -154,7 +156,7 @@ def check_finite(array: Any, length: int, kernel: Kernel) -> tuple[list[Segment]
     elsewhere = [segment for segment in found if segment.part.is_elsewhere]
     if elsewhere and not _on_devices().finite(elsewhere):
         raise ValueError(_INFINITE)
-    return found, share
+    return found
 
 
 def _new_stream(array: Any) -> KeyStream:
