@@ -9,7 +9,7 @@ is not in it, and neither is a first step, which finds its neighbour's data in t
 threads still waiting for work: in training, a step follows one of its own kind.
 
     python benchmarks/step.py --rounds 15 --threads 1 2
-    python benchmarks/step.py --model transformer --rounds 5 --threads 1
+    python benchmarks/step.py --model transformer --rounds 5 --threads 1 2 --without-peers
     python benchmarks/step.py --model transformer --memory
 
 ``--memory`` prints the peak memory of a few steps instead, each contestant in a process of its own,
@@ -281,7 +281,9 @@ def of_jax(shared: Batch, *, library: bool) -> Contestant:
     return Contestant(step)
 
 
-def makers(case: Case, shared: Batch) -> dict[str, Callable[[], Contestant]]:
+def makers(
+    case: Case, shared: Batch, *, with_peers: bool = True
+) -> dict[str, Callable[[], Contestant]]:
     """How to make the contestants, those whose library is there."""
     found: dict[str, Callable[[], Contestant]] = {
         PLAIN: lambda: plain(case),
@@ -294,7 +296,7 @@ def makers(case: Case, shared: Batch) -> dict[str, Callable[[], Contestant]]:
         found[LAP2_POISSON] = lambda: of_lap2(case, case.records(RECORDS))
         peers.append((JAX, "jax", lambda: of_jax(shared, library=False)))
         peers.append((JAX_PRIVACY, "jax_privacy", lambda: of_jax(shared, library=True)))
-    for name, package, make in peers:
+    for name, package, make in peers if with_peers else ():
         if importlib.util.find_spec(package) is None:
             print(f"{name} is left out: {package} is not installed")
         else:
@@ -302,10 +304,10 @@ def makers(case: Case, shared: Batch) -> dict[str, Callable[[], Contestant]]:
     return found
 
 
-def field(case: Case, shared: Batch) -> dict[str, Contestant | Pause]:
+def field(case: Case, shared: Batch, *, with_peers: bool) -> dict[str, Contestant | Pause]:
     """All contestants that can take a step."""
     found: dict[str, Contestant | Pause] = {}
-    for name, make in makers(case, shared).items():
+    for name, make in makers(case, shared, with_peers=with_peers).items():
         try:
             contestant = make()
             contestant.turn(shared, 1)
@@ -375,10 +377,10 @@ CASES = {
 }
 
 
-def measure(case: Case, count: int, threads: int) -> None:
+def measure(case: Case, count: int, threads: int, *, with_peers: bool) -> None:
     torch.set_num_threads(threads)
     shared: Any = case.records(case.batch).tensors
-    contestants = field(case, shared)
+    contestants = field(case, shared, with_peers=with_peers)
     names = list(contestants)
     for _ in range(case.warm_up_turns):
         for name in names:
@@ -447,6 +449,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts")
     parser.add_argument("--model", choices=list(CASES), default="cnn", help="what is trained")
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
+    parser.add_argument(
+        "--without-peers", action="store_true", help="measure lap2 and plain SGD alone"
+    )
     parser.add_argument("--only", help="with --memory: one contestant, in this process")
     given = parser.parse_args()
     if not given.rounds >= 1:
@@ -461,11 +466,12 @@ def main() -> None:
 
     wanted = [settings(threads) for threads in given.threads]
     if len(wanted) == 1 and wanted[0].items() <= os.environ.items():
-        measure(CASES[given.model], given.rounds, given.threads[0])
+        with_peers = not given.without_peers
+        measure(CASES[given.model], given.rounds, given.threads[0], with_peers=with_peers)
         return
     for threads, limits in zip(given.threads, wanted, strict=True):  # a process for each
         again = [__file__, "--rounds", str(given.rounds), "--threads", str(threads)]
-        again += ["--model", given.model]
+        again += ["--model", given.model, *["--without-peers"] * given.without_peers]
         subprocess.run([sys.executable, *again], env=os.environ | limits, check=True)
 
 
