@@ -1,6 +1,7 @@
 """Seeded noise for experiments, which may be repeated: **no guarantee** holds for what uses it."""
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,7 @@ _CHUNK = 1 << 14
 """Coordinates handled at a time."""
 
 
-class _ReproducibleNoise:
+class _Reproducible:
     """What the seeded samplers have in common."""
 
     is_secure = False
@@ -34,6 +35,10 @@ class _ReproducibleNoise:
         _validate.integer("size", size, least=0)
         return 0.0
 
+
+class _ReproducibleNoise(_Reproducible, ABC):
+    """Adds seeded noise to values."""
+
     def add(self, array: Any, scale: float) -> float:
         """Add noise in place. Refuses and clamps what :class:`SecureLaplace` does."""
         found, _, _ = checked(grid_numpy, array, scale)
@@ -46,8 +51,9 @@ class _ReproducibleNoise:
                 values[:] = noise
         return 0.0
 
+    @abstractmethod
     def _standard(self, size: int) -> Noise:
-        raise NotImplementedError
+        """Noise of scale 1."""
 
 
 class ReproducibleLaplace(_ReproducibleNoise):
@@ -77,7 +83,7 @@ class ReproducibleGaussian(_ReproducibleNoise):
         return self._rng.standard_normal(size)
 
 
-class ReproducibleSigns(_ReproducibleNoise):
+class ReproducibleSigns(_Reproducible):
     """Fast, seeded signs for experiments: **no guarantee** holds for what uses them.
 
     Args:

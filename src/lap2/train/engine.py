@@ -77,7 +77,8 @@ class PrivacyEngine:
     expected batch size. The step is in the ledger before it is released.
 
     Args:
-        sampler: the noise, of the mechanism's law; by default a secure one.
+        sampler: the noise, of the mechanism's law; by default a secure one. If it draws bits,
+            ``copies`` of :meth:`make_private` says how many.
         accountant: what was released of the same data before, which counts too; it becomes the
             ledger of this run.
         journal: the folder for the journal that is kept once anything of the run is saved. By
