@@ -195,8 +195,7 @@ def _recommend(options: list[Option]) -> tuple[str, str]:
         )
     if ratio <= 1 + _ALIKE:
         return "no difference", (
-            f"Laplace noise is {ratio:.2f} times Gaussian's if {released} are released; "
-            "signs take less time to draw, and cannot leak through floating point."
+            f"Laplace noise is {ratio:.2f} times Gaussian's if {released} are released."
         )
     return "gaussian", (
         f"Laplace noise is {ratio:.2f} times Gaussian's, also if {released} are released."
